@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,7 +13,6 @@ from numpy.typing import ArrayLike
 from lengthwise.core.cost import CostError
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import host_copy_bytes_per_s
 from lengthwise.cost.memory_model import host_state_bytes, state_bytes
 from lengthwise.cost.weight_shards import WeightTraffic, held_params
 
@@ -122,14 +123,11 @@ class SeparableCost(ABC):
             model: what is computed.
             cluster: where.
             dtype: what it is computed in.
-            state_on_host: master weights and optimizer state are in host memory, and are updated there.
+            state_on_host: master weights and optimizer state are in host memory, and are updated there; of a CPU, whose
+                memory is the host's, this changes nothing.
             narrow_gradients: gradients are added up in ``dtype``, not in float32.
-
-        Raises:
-            InputError: the state is on the host, and the devices can put nothing there.
         """
-        if state_on_host:
-            host_copy_bytes_per_s(cluster)
+        state_on_host = state_on_host and cluster.device.host_bytes_per_s > 0
         self.model = model
         self.cluster = cluster
         self.dtype = dtype
@@ -203,6 +201,13 @@ class SeparableCost(ABC):
         if not self.state_on_host:
             return 0.0
         return float(host_state_bytes(self.model, num_devices=num_devices, dtype=self.dtype))
+
+    def without_offload(self) -> "SeparableCost":
+        """Return the same costs on hosts that hold nothing but the model state, as far as that is there."""
+        other, device = copy(self), self.cluster.device
+        state_bytes = int(self._host_state_bytes(self.cluster.num_devices))
+        other.cluster = replace(self.cluster, device=replace(device, host_memory_bytes=state_bytes))
+        return other
 
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device and its share of the host; 0 if not even the state does."""

@@ -15,6 +15,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import find_table, identity_of
 from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from lengthwise.runtime.profile.validate import check_prediction
+from lengthwise.session.state_placement import is_on_host
 
 CACHE = Path("~/.cache/lengthwise")
 CHECKED_S = 2.0
@@ -49,7 +50,7 @@ def find_cost(
 
     path, shown = profile_path(run, options), options.verbose and run.world.is_first
     table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees, methods=methods)
-    cost = DualLayerCost(table, cluster=cluster)
+    cost = DualLayerCost(table, cluster=cluster, state_on_host=is_on_host(options.offload_state))
     if shown:
         structure = run.wrapped_model.structure
         origin = "read from" if was_kept else "measured, kept in"
@@ -68,7 +69,8 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     methods = [method for measured, method in cost.fits if measured == degree]
     fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
-    return DualLayerCost(replace(table, rows=(*other_rows, *fresh.rows)), cluster=cost.cluster)
+    rows = (*other_rows, *fresh.rows)
+    return DualLayerCost(replace(table, rows=rows), cluster=cost.cluster, state_on_host=cost.state_on_host)
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:

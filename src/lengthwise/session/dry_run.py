@@ -52,7 +52,9 @@ def dry_run(
     model = trained_model(config, corpus, needs_weights=False)
     plan = read_plans(plan_file, steps=1)[0] if plan_file else None
     if plan is None and isinstance(model, ModelSpec):
-        plan = next(plan_steps(config, 1))
+        states: list[Config] = []
+        plan = next(plan_steps(config, 1, on_state=states.append))
+        config = states[0]
     if plan is not None and plan.num_devices != cluster.num_devices:
         raise InputError(
             f"the plan is for {plan.num_devices:,} devices, cluster.name={config.cluster.name} has "
@@ -86,8 +88,9 @@ def dry_run_plan(
     }
     (counted,) = run_process([request])
     cost = AnalyticCost(
-        model=spec, cluster=cluster, dtype=dtype, narrow_gradients=config.optim.optimizer_settings.narrow_gradients
-    )
+        model=spec, cluster=cluster, dtype=dtype, state_on_host=is_on_host(config.train.offload_state),
+        narrow_gradients=config.optim.optimizer_settings.narrow_gradients,
+    )  # fmt: skip
     issued = {row["rank"]: row["collectives"] for row in counted}
     return {
         **_heading(spec.name, cluster, plan),

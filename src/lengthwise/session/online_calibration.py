@@ -125,8 +125,15 @@ class OnlineCalibration:
 
     def refuse(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
         """Plan with a memory model under which the micro-batches that failed do not fit."""
-        factors = dict(self.cost.bytes_factors)
+        factors, base = dict(self.cost.bytes_factors), self.cost.base
+        if any(failure.on_host for failure in failures):
+            base = base.without_offload()
+            ranks = ", ".join(str(failure.rank) for failure in failures if failure.on_host)
+            words = f"the host of rank {ranks} has no memory for what layers save; steps are planned without offload"
+            self._note(plan.step, words, warn=True)
         for failure in failures:
+            if failure.on_host:
+                continue
             pipeline = plan.pipelines[failure.pipeline]
             factor = self._factor_that_refuses(plan, failure)
             degree = pipeline.scheme.degree
@@ -139,7 +146,7 @@ class OnlineCalibration:
                 "step is planned again",
                 warn=True,
             )
-        self._change(CorrectedCost(self.cost.base, time_factors=self.cost.time_factors, bytes_factors=factors))
+        self._change(CorrectedCost(base, time_factors=self.cost.time_factors, bytes_factors=factors))
 
     def _factor_that_refuses(self, plan: StepPlan, failure: MicroBatchFailure) -> float:
         """The factor on bytes under which a share of the micro-batch fills the device."""

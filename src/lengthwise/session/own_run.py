@@ -21,7 +21,7 @@ from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_siz
 from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import batch_stream, make_cost, make_planner, make_sampler, open_plans, with_draws
 from lengthwise.session.run_parts import RunInputs, RunParts
-from lengthwise.session.state_placement import is_on_host
+from lengthwise.session.state_placement import is_on_host, with_planned_state
 
 WORKERS_PER_CORE = 2
 """Planning processes that a machine runs."""
@@ -57,7 +57,7 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
         sizes = sizes_of(config, plans)
     else:
         planner = planner_of(config, corpus)
-        sizes = sizes_of(config, planner)
+        config, sizes = with_planned_state(config, planner.problem), sizes_of(config, planner)
         if world.is_first and not inputs.quiet:
             tell_sizes(planner)
         ahead = _plan_ahead(config, planner, corpus, world)

@@ -22,6 +22,7 @@ from lengthwise.session.planning import (
     with_draws,
     with_steps,
 )
+from lengthwise.session.state_placement import with_planned_state
 from lengthwise.session.trained_model import resolve_model
 
 DEFAULT_STEPS = 10
@@ -30,9 +31,15 @@ QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
 
 
 def plan_steps(
-    config: Config, steps: int | None, *, on_cost: Callable[[CostModel], None] = lambda cost: None
+    config: Config,
+    steps: int | None,
+    *,
+    on_cost: Callable[[CostModel], None] = lambda cost: None,
+    on_state: Callable[[Config], None] = lambda config: None,
 ) -> Iterator[StepPlan]:
     """Plan the run's first ``steps`` steps, or all of them, one after another; ``on_cost`` hears what prices them.
+
+    ``on_state`` hears the configuration with the place of the optimizer's state.
 
     Raises:
         InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
@@ -44,6 +51,7 @@ def plan_steps(
     cost = make_cost(config, spec, cluster)
     on_cost(cost)
     made = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus)
+    on_state(with_planned_state(config, made.problem))
     planner, stream = with_draws(config, made), batch_stream(config, corpus, made.problem)
     steps = steps or with_steps(config, make_sampler(config, corpus)).train.num_steps
     with progress() as bar:

@@ -43,6 +43,7 @@ from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
 from lengthwise.session.measured_profile import MeasuredProfile
 from lengthwise.session.method_choice import RANDOM, check_methods, compiled_methods, methods_of
+from lengthwise.session.state_placement import is_on_host, spare_cost
 from lengthwise.session.trained_model import objective_of
 
 
@@ -145,7 +146,13 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> Separabl
     """
     plan, is_narrow = config.plan, config.optim.optimizer_settings.narrow_gradients
     if not plan.profile:
-        return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype, narrow_gradients=is_narrow)
+        return AnalyticCost(
+            model=spec,
+            cluster=cluster,
+            dtype=config.train.dtype,
+            state_on_host=is_on_host(config.train.offload_state),
+            narrow_gradients=is_narrow,
+        )
     profile = MeasuredProfile.open(plan.profile, dtype=config.train.dtype, recompute=plan.recompute)
     return profile.cost(spec, cluster, is_learned=plan.cost == "hybrid", narrow_gradients=is_narrow)
 
@@ -192,8 +199,9 @@ def make_planner(
     if config.train.compile:
         methods = compiled_methods(config, methods)
     check_methods(config, cost, cluster)
+    spare = spare_cost(config, cost)
     if plan.overlap:
-        cost = OverlappedCost(cost, plan.overlap)
+        cost, spare = OverlappedCost(cost, plan.overlap), spare and OverlappedCost(spare, plan.overlap)
     search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,
@@ -212,6 +220,7 @@ def make_planner(
         search_space=search_space,
         samples=_samples(config, corpus),
         token_limit=plan.max_tokens,
+        spare=spare,
     )
     problem.check_fits(lengths.lengths)
     problem = replace(

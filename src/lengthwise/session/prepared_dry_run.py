@@ -66,7 +66,8 @@ class PreparedDryRun:
             InputError: layers are to be gathered, and this model's cannot.
         """
         table, num_devices = self._table(profile, longest), self.cluster.num_devices
-        whole_cost = DualLayerCost(table, cluster=self.cluster)
+        on_host = is_on_host(self.config.train.offload_state)
+        whole_cost = DualLayerCost(table, cluster=self.cluster, state_on_host=on_host)
         if num_devices == 1 or weights == "whole":
             return whole_cost
         if profile["gather_problem"] and weights == "by-layer":
@@ -77,8 +78,10 @@ class PreparedDryRun:
         if weights == "auto" and (profile["gather_problem"] or whole_cost.holds(longest)):
             return whole_cost
         units = tuple(profile["unit_params"])
-        gather = LayerGatherCost(unit_params=units, unit_frozen_bytes=(0,) * len(units), dtype=table.identity.dtype)
-        return DualLayerCost(table, cluster=self.cluster, gather=gather)
+        gather = LayerGatherCost(
+            unit_params=units, unit_frozen_bytes=(0,) * len(units), dtype=table.identity.dtype, state_on_host=on_host
+        )
+        return DualLayerCost(table, cluster=self.cluster, gather=gather, state_on_host=on_host)
 
     def step_request(self, plan: StepPlan, cost: DualLayerCost, ranks: Sequence[int], num_kept: int) -> dict[str, Any]:
         """A request to run the step of ``plan`` as ``ranks``; ``num_kept``: how many of the last layers stay whole."""
@@ -183,7 +186,7 @@ def _activation_bytes(cost: DualLayerCost, pipeline: Pipeline) -> float:
 def _state_parts(cost: DualLayerCost, num_devices: int, num_kept: int) -> dict[str, int]:
     """Predicted bytes of the model state by kind."""
     if cost.gather is None:
-        parts = state_parts(cost.model, num_devices=num_devices, dtype=cost.dtype)
+        parts = state_parts(cost.model, num_devices=num_devices, dtype=cost.dtype, on_host=cost.state_on_host)
     else:
         parts = cost.gather.state_parts(num_devices, num_kept=num_kept)
     return dict(zip(("weights", "gradients", "optimizer"), parts))

@@ -48,6 +48,7 @@ def place_weights(
         unit_params=structure.table().unit_sizes,
         unit_frozen_bytes=structure.unit_frozen_bytes(),
         dtype=cost.table.identity.dtype,
+        state_on_host=cost.state_on_host,
         has_early_output=any(structure.num_layers + 1 in units for units in prepared.wrapped_model.used_units[:-1]),
     )
     if options.weights == "auto" and prepared.world.is_first:
@@ -60,7 +61,7 @@ def place_weights(
         if options.check:
             size = prepared.world.size
             check_exact(prepared, degrees=sorted({1, min(size, options.max_degree or size)}))
-    gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather)
+    gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather, state_on_host=cost.state_on_host)
     return gathered, partial(gather.num_kept_in, cost.memory_limit_bytes)
 
 

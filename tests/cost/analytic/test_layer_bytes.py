@@ -133,8 +133,17 @@ def test_one_device_alone_hands_its_gradients_to_the_host():
     assert single.max_tokens(scheme, num_devices=1) > 400_000
 
 
-@pytest.mark.parametrize("use", [{"state_on_host": True}, {}], ids=["state", "activations"])
-def test_a_cpu_can_put_nothing_on_the_host(use):
+def test_a_cpu_can_put_nothing_on_the_host():
+    cpus = cluster_preset("8xcpu")
     with pytest.raises(InputError, match="nothing of a cpu can be put into host memory"):
-        cost = AnalyticCost(model=MODEL, cluster=cluster_preset("8xcpu"), **use)
-        cost.overhead_s(scheme_of(offloaded=1))
+        AnalyticCost(model=MODEL, cluster=cpus).overhead_s(scheme_of(offloaded=1))
+    costs = [AnalyticCost(model=MODEL, cluster=cpus, state_on_host=on_host) for on_host in (False, True)]
+    on_device, on_host = (cost.peak_bytes(4096, scheme_of(), num_devices=8) for cost in costs)
+    assert on_device == on_host and not costs[1].state_on_host
+
+
+def test_a_host_without_room_for_what_layers_save_leaves_the_state_there():
+    cost, scheme = ON_HOST.without_offload(), scheme_of(Method.ULYSSES_Z, LAYERS, LAYERS)
+    assert cost.max_tokens(scheme, num_devices=8) == 0 < ON_HOST.max_tokens(scheme, num_devices=8)
+    kept = scheme_of(Method.ULYSSES_Z, LAYERS)
+    assert cost.max_tokens(kept, num_devices=8) == ON_HOST.max_tokens(kept, num_devices=8) > 0

@@ -208,6 +208,7 @@ class DualLayerCost(SeparableCost):
         *,
         cluster: ClusterSpec,
         gather: LayerGatherCost | None = None,
+        state_on_host: bool = False,
     ) -> None:
         """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
@@ -222,7 +223,9 @@ class DualLayerCost(SeparableCost):
                 f"the profile of {table.identity.model_name} was taken in {table.identity.dtype}; model state is known "
                 f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
             )
-        super().__init__(model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype)
+        super().__init__(
+            model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host
+        )
         self.table, self.gather = table, gather
         self.fits: Mapping[tuple[int, Method], DegreeFit] = {
             (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
@@ -343,7 +346,8 @@ class DualLayerCost(SeparableCost):
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, gathered or all on every stage; the optimizer in equal parts; what is not trained."""
         if self.gather is None:
-            state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
+            on_host = self.state_on_host
+            state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, on_host=on_host)
             return (state + self.table.other_bytes,) * scheme.num_stages
         not_gathered = max(0, self.table.other_bytes - sum(self.gather.unit_frozen_bytes))
         if scheme.num_stages == 1:

@@ -23,6 +23,8 @@ class LayerGatherCost:
     unit_frozen_bytes: tuple[int, ...]
     """The bytes of the frozen parameters of each of these, which have no gradient and no state."""
     dtype: str
+    state_on_host: bool = False
+    """Whether master weights, summed gradients and moments are in host memory."""
     has_early_output: bool = False
     """Whether parameters after the layers are used before the last of them too, so that every stage needs them."""
 
@@ -58,7 +60,7 @@ class LayerGatherCost:
         )
         gathered += sum(self.unit_params[first_kept:])
         frozen += sum(self.unit_frozen_bytes[first_kept:]) + shard_size(sum(self.unit_frozen_bytes), num_devices)
-        shares = 4 * master * shard_size(sum(self.unit_params), num_devices)
+        shares = self._master_bytes(num_devices)
         return compute * gathered + frozen, master * gathered, shares
 
     def stage_bytes(self, num_devices: int, layers: range) -> int:
@@ -70,10 +72,13 @@ class LayerGatherCost:
         stage = before + sum(units[layers.start : layers.stop]) + (after if is_last or self.has_early_output else 0)
         return self._share_bytes(num_devices) + stage
 
-    def _share_bytes(self, num_devices: int) -> int:
+    def _master_bytes(self, num_devices: int) -> int:
+        """Bytes per device of the shares of master weights, summed gradients and two moments."""
         _, master = self._bytes_per_param
-        shares = 4 * master * shard_size(sum(self.unit_params), num_devices)
-        return shares + shard_size(sum(self.unit_frozen_bytes), num_devices)
+        return 0 if self.state_on_host else 4 * master * shard_size(sum(self.unit_params), num_devices)
+
+    def _share_bytes(self, num_devices: int) -> int:
+        return self._master_bytes(num_devices) + shard_size(sum(self.unit_frozen_bytes), num_devices)
 
     def micro_batch_s(self, cluster: ClusterSpec) -> float:
         """Seconds of a round: all weights are gathered for the forward and the backward, all gradients reduced."""
