@@ -18,6 +18,7 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, schemes_of, stages_of
+from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
 from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode, ladder_candidates
 from lengthwise.plan.space.problem import PlanningProblem
 
@@ -175,6 +176,9 @@ def _candidates(
     if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < max_length:
         schemes = search_space.widest.schemes(num_layers, cluster)
         candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    candidates = with_fewest_recomputed(
+        candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
+    )
     if search_space.offload is not OffloadMode.ALL:
         candidates += ladder_candidates(
             schemes,
