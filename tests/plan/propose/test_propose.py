@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +8,6 @@ from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
 from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
-from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.placement import place, placeable
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems, workload_of
@@ -180,21 +177,3 @@ def test_classes_of_many_lengths_are_not_cut_by_what_a_candidate_holds():
     assert {97, 194, 388} <= set(workload.longest.tolist())
     assert workload.counts.sum() == 399
     assert workload.mean @ workload.lengths == pytest.approx(samples[0].sum())
-
-
-def test_what_one_search_of_a_problem_has_planned_the_next_does_not_plan_again(monkeypatch):
-    problem = make_problem(
-        SimpleCost(capacity=60), num_devices=8, samples=lognormal_samples(steps=6, sequences=12, most=60)
-    )
-    families = candidate_families(problem)
-    planned, plan = [], PlacedStrategy.planned
-    monkeypatch.setattr(PlacedStrategy, "planned", lambda *arguments: planned.append(0) or plan(*arguments))
-    first = propose(problem, families)
-    num_first = len(planned)
-    part = [family for family in families if family.num_stages == 1]
-    of_part = propose(problem, part)
-    num_part = len(planned) - num_first
-    assert propose(problem, families) == first and len(planned) == num_first + num_part
-    planned.clear()
-    afresh = propose(replace(problem), part)
-    assert afresh == of_part and len(planned) > num_part

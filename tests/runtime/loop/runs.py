@@ -146,10 +146,14 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
         degree = len(group.ranks) // max(1, len(group.stage_layers))
         packs = [Pack(ids=ids, lengths=tuple(batch.lengths[i] for i in ids)) for ids in group.packs]
         recompute = (*group.recompute, *[False] * num_layers)[:num_layers]
+        offload = tuple(layer % 2 == 0 for layer in range(num_layers))  # of every other pack
         planned = [
-            Planned(pack=pack, time_s=1.0, peak_bytes=0, recompute=recompute if number else None)
+            Planned(
+                pack=pack, time_s=1.0, peak_bytes=0, recompute=recompute if number else None,
+                offload=offload if number % 2 else None,
+            )
             for number, pack in enumerate(packs)
-        ]
+        ]  # fmt: skip
         method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
         scheme = replace(scheme, stage_layers=group.stage_layers or scheme.stage_layers)

@@ -71,7 +71,7 @@ class OffloadedForward:
         self._last: OffloadedLayer | None = None
 
     @contextmanager
-    def layer(self, keep: Keep | None) -> Iterator[None]:
+    def layer(self, keep: Keep | None) -> "Iterator[OffloadedLayer | None]":
         """Within, saved tensors of a layer go to the host but for those that ``keep`` says; None: all stay.
 
         Tensors that are not of floating point (offsets, indices), scalars and those of another device stay anyway.
@@ -80,12 +80,12 @@ class OffloadedForward:
             HostMemoryError: the host has no room for them.
         """
         if keep is None:
-            yield
+            yield None
             self._host.leave(None)
             return
         layer = OffloadedLayer(self._host, keep, before=self._last)
-        with torch.autograd.graph.saved_tensors_hooks(layer.pack, _unpack):
-            yield
+        with torch.autograd.graph.saved_tensors_hooks(layer.pack, unpack):
+            yield layer
         layer.finish_forward()
         self._last = layer
         self._host.leave(layer)
@@ -147,7 +147,8 @@ class SavedView:
     offset: int | torch.SymInt
 
 
-def _unpack(saved: SavedView | Tensor) -> Tensor:
+def unpack(saved: Any) -> Any:
+    """The tensor that :meth:`OffloadedLayer.pack` was given, on the device."""
     if not isinstance(saved, SavedView):
         return saved
     saved.layer.begin_backward()

@@ -15,6 +15,7 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
+from lengthwise.runtime.wrap.offload_layers import LayerOffload
 
 ANY_MODEL_METHODS = (
     Method.DENSE, *(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE)
@@ -29,7 +30,7 @@ def make_shard(
     world, collator = run.world, run.collator
     group = run.alone if is_alone else world.groups.of(pipeline.ranks_of(stage_of(pipeline, world.rank)))
     assert group is not None, "a rank computes in pipelines that it is in"
-    ids = []
+    ids, scheme = [], pipeline.scheme_of(planned)
     pack = pad_to_degree(planned.pack, group.size, collator)
     for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
         ids += [sequence] if length == computed else [sequence, -1]
@@ -41,8 +42,10 @@ def make_shard(
         tree=collator.tree(pack),
         group=group,
         device=world.device,
-        recompute=pipeline.recompute_of(planned),
-        methods=pipeline.methods_of(planned),
+        recompute=scheme.recompute,
+        offload=LayerOffload(scheme.offload, world.offload.micro_batch()) if scheme.num_offloaded else None,
+        tile_tokens=scheme.tile_tokens or planned.tile_tokens,
+        methods=scheme.methods,
         is_causal=collator.objective == NEXT_TOKEN,
     )
 

@@ -289,6 +289,7 @@ class PreparedModel:
 
     def discard(self) -> None:
         """Discard gradients that belong to no step, and what was gathered for it."""
+        self.world.offload.release()
         self.state.discard_gradient()
         if self.gather is not None and self.gather.holds_shards:
             self.update_weights()

@@ -289,8 +289,9 @@ class Run(WatchedModel):
             self.log_on_first_rank("%s; from now on forwards keep nothing until all are done", reason)
             return
         if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
+            way_out = "recompute layers that are offloaded" if failed.on_host else "lower max_length or memory_gib"
             raise InfeasibleError(
-                f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices",
+                f"{reason}, after {step.attempt + 1} plans; {way_out}, or use more devices",
                 what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}", value=pack.num_tokens,
                 unit="tokens",
             )  # fmt: skip
@@ -304,6 +305,7 @@ class Run(WatchedModel):
 
     def finish(self, step: Step) -> None:
         """Record a step that is done and go on to the next; every rank calls this."""
+        self.world.offload.release()
         self.next_step += 1
         self._batch, self._step, self._last_failure = None, None, ""
         self._brought, self.collator = None, self._corpus_collator

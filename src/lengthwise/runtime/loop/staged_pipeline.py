@@ -117,7 +117,7 @@ class StagedPipeline:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                shard.has_failed = True
+                shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
             finish_backward(shard)
         if not stage.is_first:

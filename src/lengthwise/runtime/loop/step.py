@@ -190,7 +190,7 @@ class Step:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                shard.has_failed = True
+                shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
             self.failure = self.failure or self._own[position][:2]
             if run.gather is not None:
@@ -364,6 +364,7 @@ class Step:
         update = OwnUpdate(
             weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
             digests=read_digests(self._own, self._shards),
+            failed_on_host=any(shard.failed_on_host for shard in self._shards.values()),
         )  # fmt: skip
         problem = fault or problem or self.run.gradient_problem(self._gradient_version)
         if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):

@@ -28,6 +28,8 @@ class OwnUpdate:
     lr: float
     digests: Sequence[int]
     """Those of :func:`read_digests`."""
+    failed_on_host: bool = False
+    """Whether it was host memory that was too little, for activations that are offloaded."""
 
     def report(self, world: DistContext, step: int, problem: str) -> RankReports:
         """Report it to all ranks; ``problem``: why this rank cannot update.
@@ -39,6 +41,7 @@ class OwnUpdate:
         values = [
             bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
             int(is_changed), bits_of(self.lr), *self.digests, bits_of(self.weighing.direct), int(self.weighing.uses),
+            int(self.failed_on_host),
         ]  # fmt: skip
         reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
         reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
@@ -65,8 +68,8 @@ def disagreement_of(reports: RankReports, plan: StepPlan) -> str:
 def failures_of(reports: RankReports) -> tuple[MicroBatchFailure, ...]:
     """The micro-batches for which ranks had too little memory."""
     return tuple(
-        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index)
-        for rank, (pipeline, index) in enumerate(zip(reports.column(2), reports.column(3)))
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index, on_host=bool(on_host))
+        for rank, (pipeline, index, on_host) in enumerate(zip(*map(reports.column, (2, 3, 13))))
         if pipeline >= 0
     )
 
@@ -74,7 +77,8 @@ def failures_of(reports: RankReports) -> tuple[MicroBatchFailure, ...]:
 def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     """Say which rank ran out of memory, and with how many tokens."""
     pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
-    return f"step {plan.step}: rank {failure.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
+    memory = "host memory" if failure.on_host else "memory"
+    return f"step {plan.step}: rank {failure.rank} ran out of {memory} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
 def read_digests(own: OwnMicroBatches, shards: Mapping[int, PackShard]) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class ExecutionWatch:
 class Offload(Protocol):
     """Moves what layers of one micro-batch save to host memory until their backwards."""
 
-    def layer(self, keep: Callable[[Tensor], bool] | None) -> AbstractContextManager[None]:
+    def layer(self, keep: Callable[[Tensor], bool] | None) -> AbstractContextManager[Any]:
         """Around the forward of a layer; ``keep``: which saved tensors stay on the device, None: all."""
         ...
 

@@ -26,12 +26,14 @@ RECOMPUTE = ("none", "all", "alternate")
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSetting:
-    """One way in which a plan may compute a pack: lengths, degree and recompute."""
+    """One way in which a plan may compute a pack: lengths, degree, recompute and offload."""
 
     lengths: tuple[int, ...]
     degree: int
     method: Method = Method.ULYSSES
     recompute: str = "none"
+    offload: bool = False
+    """Whether what layers save is in host memory until their backward."""
     scalar: float = ALMOST_ONE
     gradients: bool = True
     kinds: bool = False
@@ -41,7 +43,8 @@ class ComputeSetting:
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
         layers = {"none": "no layer", "all": "every layer", "alternate": "every other layer"}[self.recompute]
         shared = "" if self.degree == 1 or self.method is Method.ULYSSES else f" by {self.method}"
-        return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed"
+        offloaded = ", what layers save in host memory" if self.offload else ""
+        return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed{offloaded}"
 
 
 def settings_of(
@@ -55,15 +58,21 @@ def settings_of(
     """List the settings that are compared, short packs first.
 
     Of degrees between one rank and all, and of methods after the first, only layers of both kinds: the last setting.
+    Layers of both kinds are offloaded.
     """
     max_degree = max(degrees)
     lengths = LENGTHS if max_degree <= sum(LENGTHS) else (*LENGTHS, max_degree)
     settings = [
-        ComputeSetting(lengths=lengths, degree=degree, method=method, recompute=name)
+        ComputeSetting(
+            lengths=lengths, degree=degree, method=method, recompute=name,
+            offload=name == recompute[-1] and len(recompute) > 1,
+        )
         for degree in degrees
         for method in (methods[:1] if degree == 1 else shared_by(degree, methods))
         for name in (recompute if degree in (1, max_degree) and method is methods[0] else recompute[-1:])
-    ]
+    ]  # fmt: skip
+    if len(recompute) == 1:
+        settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], offload=True))
     if run.wrapped_model.rules.scalars:
         settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
     if longest is None:

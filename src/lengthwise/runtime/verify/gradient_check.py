@@ -175,7 +175,7 @@ def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[Gr
     try:
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), method=setting.method,
-            scalar=setting.scalar, gradients=setting.gradients,
+            offload=setting.offload, scalar=setting.scalar, gradients=setting.gradients,
         )  # fmt: skip
     except CheckError:
         if setting.scalar == ALMOST_ONE:

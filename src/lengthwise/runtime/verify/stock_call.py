@@ -23,6 +23,7 @@ from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.offload_layers import LayerOffload
 from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
 
 
@@ -104,6 +105,7 @@ def gradients_in_pack(
     *,
     recompute: tuple[bool, ...] = (),
     method: Method = Method.ULYSSES,
+    offload: bool = False,
     scalar: float = ALMOST_ONE,
     gradients: bool = True,
 ) -> tuple[GradientResult | None, int]:
@@ -117,7 +119,10 @@ def gradients_in_pack(
         if group is not None:
             pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
             methods = (method,) * run.wrapped_model.structure.num_layers
-            with active(shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)) as shard:
+            shard = shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)
+            if offload and gradients:
+                shard.offload = LayerOffload((True,) * len(methods), run.world.offload.micro_batch())
+            with active(shard):
                 made_before = shard.num_exchanges
                 micro_batch = run.make(shard, pack)
                 output = run.model(**micro_batch.inputs)

@@ -21,6 +21,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.models.attention_view import in_order
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
@@ -29,6 +30,7 @@ from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
+from lengthwise.runtime.wrap.offload_layers import LayerOffload
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 ALMOST_ONE = 1.0 - 2.0**-24
@@ -91,6 +93,10 @@ class PackShard:
     sequence of the pack is then a unit."""
     recompute: tuple[bool, ...] = ()
     """One flag per layer, or none for no layer."""
+    offload: LayerOffload | None = None
+    """Moves what layers save to host memory, as the plan says; None: all of it stays on the device."""
+    tile_tokens: int | None = None
+    """Slots that feed-forward modules compute at once, 0 for all; None: as the model was prepared."""
     methods: tuple[Method, ...] = ()
     """The parallel method of each layer; none: Ulysses in all of them."""
     is_causal: bool = False
@@ -126,6 +132,8 @@ class PackShard:
     """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
+    failed_on_host: bool = False
+    """It was host memory, for activations that are offloaded."""
     gathers: list[Tensor] = field(default_factory=list)
     """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
     alone: Callable[[int], Any] | None = None
@@ -248,6 +256,10 @@ class PackShard:
         counts = iter(self.targets_of())
         padded = (*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids)))
         return tuple(next(counts) if sequence >= 0 else 0 for sequence in padded)
+
+    def note_out_of_memory(self, error: Exception) -> None:
+        """Record that this rank ran out of memory, of its device or of its host."""
+        self.has_failed, self.failed_on_host = True, isinstance(error, HostMemoryError)
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer saves only its input and is computed again in the backward."""

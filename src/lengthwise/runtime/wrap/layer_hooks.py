@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
-from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer
+from lengthwise.runtime.wrap.offload_layers import by_position, hidden_states_of, saving
+from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer, selective_contexts
 from lengthwise.runtime.wrap.stage_pass import StagedForward, hidden_states_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
@@ -95,12 +97,15 @@ class HookedLayers:
         if stage is not None and number < stage.layers.start:
             return self._skipped(number, stage, args, kwargs)
         is_recomputed = torch.is_grad_enabled() and shard.is_recomputed(number)
-        compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
+        compute = self._forwards[number]
         self._reach(number + 1, args, kwargs)
         before, registered, shard.layer = shard.counts.all_attention, shard.counts.registered, number
         if self.intercept is not None:
             self.intercept.layer = number
-        self._last = self.watch.computes(number, compute, args, kwargs)
+        with saving(shard.offload, number, self._modules[number], args, kwargs) as layer:
+            if is_recomputed:
+                compute = partial(self._recomputed, number, layer)
+            self._last = self.watch.computes(number, compute, args, kwargs)
         if self.intercept is not None:
             self.intercept.layer = None
         shard.layer = None
@@ -131,7 +136,7 @@ class HookedLayers:
         self._skip(number)
         hidden_states_in(self._last)
         if number == stage.layers.start - 1:
-            return _passed_on(self._last, (stage.received(_hidden_states(args, kwargs)),), {})
+            return _passed_on(self._last, (stage.received(hidden_states_of(args, kwargs)),), {})
         return _passed_on(self._last, args, kwargs)
 
     def _skip(self, number: int) -> None:
@@ -189,8 +194,8 @@ class HookedLayers:
                 "not by hand, and do it inside of the layer's forward"
             )
 
-    def _recomputed(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute a layer under activation checkpointing, which saves only its arguments."""
+    def _recomputed(self, number: int, layer: OffloadedLayer | None, *args: Any, **kwargs: Any) -> Any:
+        """Compute a layer under activation checkpointing, which saves only its arguments; ``layer``: on the host."""
         mode = self.mode
         intercept, forward, shard = self.intercept, self._forwards[number], shards.current()
 
@@ -200,7 +205,11 @@ class HookedLayers:
             with mode or nullcontext(), intercepting(intercept):  # a backward is not under the modes of its forward
                 return forward(*args, **kwargs)
 
-        return checkpoint_layer(forward, again, shard, self.context, args, kwargs)
+        if layer is None:
+            return checkpoint_layer(forward, again, shard, self.context, args, kwargs)
+        context = None if self.context is None else selective_contexts(layer)
+        first, second = by_position(forward, tuple(kwargs)), by_position(again, tuple(kwargs))
+        return checkpoint_layer(first, second, shard, context, (*args, *kwargs.values()), {})
 
 
 def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -222,17 +231,10 @@ def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a skipped layer: its input, in the form of the output of a layer before it."""
-    hidden_states = _hidden_states(args, kwargs)
+    hidden_states = hidden_states_of(args, kwargs)
     if isinstance(last, Tensor):
         return hidden_states
     return (hidden_states, *last[1:]) if isinstance(last, tuple) else last
-
-
-def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    hidden_states: Tensor | None = args[0] if args else kwargs.get("hidden_states")
-    if hidden_states is None:
-        hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
-    return hidden_states
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Activation checkpointing of layers, full or selective, and ``recompute`` for models that call layers themselves."""
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,8 +13,10 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.offload_layers import KeepOnHost, ReplayFromHost, by_position, saving
 
 _SAVED = (
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
@@ -24,14 +27,26 @@ _SAVED = (
 """Kernels of attention, the dearest thing to compute again in a long sequence and one of the smallest to keep."""
 
 
-def selective_contexts() -> Callable[[], Any]:
-    """Make a ``context`` for recomputed layers that saves what attention gave and computes everything else again."""
-    return partial(create_selective_checkpoint_contexts, _policy)
+def selective_contexts(layer: OffloadedLayer | None = None) -> Callable[[], Any]:
+    """Make a ``context`` for recomputed layers that saves what attention gave and computes everything else again.
+
+    ``layer``: one whose attention is kept on the host.
+    """
+    return partial(create_selective_checkpoint_contexts, _policy) if layer is None else partial(_on_host, layer)
+
+
+def _on_host(layer: OffloadedLayer) -> tuple[KeepOnHost, ReplayFromHost]:
+    saved = deque[Any]()
+    return KeepOnHost(saved, layer, is_attention), ReplayFromHost(saved, is_attention)
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = getattr(getattr(op, "_schema", None), "name", "")
-    return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_attention(op: Any) -> bool:
+    """Whether an operation of torch is a kernel of attention, whose result a selective recompute keeps."""
+    return getattr(getattr(op, "_schema", None), "name", "") in _SAVED
 
 
 def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,9 +60,13 @@ def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shard = shards.current()
     number = shard.counts.layers
     shard.counts.layers += 1
-    if number >= len(shard.recompute) or not shard.is_recomputed(number) or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return layer(*args, **kwargs)
-    return checkpoint_layer(layer, layer, shard, None, args, kwargs)
+    with saving(shard.offload, number, layer, args, kwargs):
+        if number >= len(shard.recompute) or not shard.is_recomputed(number):
+            return layer(*args, **kwargs)
+        call = by_position(layer, tuple(kwargs))
+        return checkpoint_layer(call, call, shard, None, (*args, *kwargs.values()), {})
 
 
 def _is_prepared(layer: Any) -> bool:

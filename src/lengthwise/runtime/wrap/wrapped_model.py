@@ -350,7 +350,7 @@ class WrappedModel:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shard.has_failed = True
+            shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
             if self.layers.gather is not None:
                 self.layers.gather.abandon_round()

@@ -13,7 +13,6 @@ import numpy as np
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
-from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
 from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
@@ -103,7 +102,7 @@ def _propose(
     reached = _search(search, starts, holding=holding, effort=effort)
     if not reached:
         return []
-    contest = StrategyComparison(search, _planned_steps(problem, samples, unseen), unseen)
+    contest = StrategyComparison(problem, search, samples, unseen)
     always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(reached[:1])]
     contest.beat(starts.published)
     always += [counts for counts in starts.published if counts in contest.times_s]
@@ -113,14 +112,6 @@ def _propose(
         [counts for counts in dict.fromkeys(always) if counts is not None], max_strategies=max_strategies
     )
     return [Proposal(counts=strategy_of(candidates, counts), mean_s=mean_s) for counts, mean_s in chosen]
-
-
-def _planned_steps(problem: PlanningProblem, samples: Sequence[np.ndarray], steps: Sequence[int]) -> PlannedSteps:
-    """The steps to check on, kept with the problem: searches of its parts plan some of the same strategies."""
-    longest = max(int(sample.max()) for sample in samples)  # samples are cut to what a part holds
-    return problem.once(
-        f"checked steps up to {longest}", lambda: PlannedSteps(problem, [samples[step] for step in steps])
-    )
 
 
 def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:

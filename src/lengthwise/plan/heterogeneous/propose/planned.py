@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate, StrategyCounts, tile_of
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate, tile_of
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
@@ -30,24 +30,18 @@ class PlannedSteps:
             for step, lengths in enumerate(steps)
         ]
 
-        self._under: dict[StrategyCounts, PlannedStrategy] = {}
-
     def under(self, strategy: Sequence[tuple[ProposedCandidate, int]]) -> "PlannedStrategy":
-        """The steps under one strategy; the same object whenever it is asked for."""
-        counts = tuple(strategy)
-        if counts not in self._under:
-            tiles = [tile_of(candidate, count) for candidate, count in counts]
-            self._under[counts] = PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
-        return self._under[counts]
+        """The steps under one strategy."""
+        tiles = [tile_of(candidate, count) for candidate, count in strategy]
+        return PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
 
 
 class PlannedStrategy:
-    """Steps planned under one strategy when first asked for."""
+    """Steps planned under one strategy when asked for."""
 
     def __init__(self, placed: PlacedStrategy, priced: Sequence[PricedBatch]) -> None:
         self._placed = placed
         self._priced = priced
-        self._times_s: dict[int, float] = {}
 
     @property
     def update_s(self) -> float:
@@ -60,11 +54,6 @@ class PlannedStrategy:
 
     def time_s(self, step: int) -> float:
         """Seconds of a step, its update included; inf where a sequence fits nowhere."""
-        if step not in self._times_s:
-            self._times_s[step] = self._planned_s(step)
-        return self._times_s[step]
-
-    def _planned_s(self, step: int) -> float:
         priced = self._priced[step]
         if priced.lengths.max() > self._placed.max_length:
             return np.inf
