@@ -326,10 +326,11 @@ def step_alone(name, seed):
     return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def gradient_errors(cases, expected, most_stages=1):
+def gradient_errors(cases, expected, most_stages=1, **options):
     """The largest error of loss and of this rank's share of the gradient, for each case, and the degrees of plans.
 
     ``cases``: names of objectives, seeds of batches and seeds of plans; ``expected``: by name and seed of a batch.
+    ``options``: of prepare.
     """
     errors, degrees = [], set()
     for make, is_coupled in itertools.product((singles, pairs), (False, True)):
@@ -337,8 +338,9 @@ def gradient_errors(cases, expected, most_stages=1):
         of_kind = [case for case in cases if (OBJECTIVES[case[0]].batch, bool(OBJECTIVES[case[0]].coupled)) == kind]
         if not of_kind:
             continue
-        options = {"check": True} if most_stages > 1 else {"frozen": [teacher()] if make is singles else []}
-        run = learning_run(make, coupled_loss=contrast if is_coupled else None, **options)
+        beside = {"check": True} if most_stages > 1 else {"frozen": [teacher()] if make is singles else []}
+        run = learning_run(make, coupled_loss=contrast if is_coupled else None, **beside, **options)
+        run.keep_layers = lambda plan: plan.num_phases - 1
         for name, seed, plan_seed in of_kind:
             loss, gradients = expected[name, seed]
             result, pushed, used = planned_step(run, OBJECTIVES[name], make(seed), plan_seed, most_stages)

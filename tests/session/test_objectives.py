@@ -47,6 +47,13 @@ def test_objectives_are_exact_under_many_plans(ranks, name, num_ranks):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_objectives_are_exact_where_weights_are_gathered_by_layer(ranks, num_ranks):
+    names = [name for name in OBJECTIVES if name != "all of a teacher"]
+    assert_random_plans_are_exact(ranks(num_ranks), names, range(8), weights="by-layer")
+
+
+@pytest.mark.deep
 def test_losses_of_tokens_are_exact_in_stages(ranks):
     names = ["ppo", "top of a teacher", "grpo by tokens", "grpo by constant"]
     assert_random_plans_are_exact(ranks(3), names, range(20), most_stages=3)
