@@ -1,6 +1,7 @@
 """Every example runs, and stays short enough to read."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,15 @@ import pytest
 
 from tests.warm import Command
 
+NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
 ON_RANKS = (
     "04_transformers",
     pytest.param("03_plain_gpt", marks=pytest.mark.deep),
     pytest.param("05_video", marks=pytest.mark.deep),
     pytest.param("06_grpo", marks=pytest.mark.deep),
+    pytest.param("07_trl_dpo", marks=[pytest.mark.deep, NEEDS_TRL]),
+    pytest.param("08_trl_grpo", marks=[pytest.mark.deep, NEEDS_TRL]),
 )
 """Those that torchrun starts; python does as well."""
 ALONE = [path for path in EXAMPLES if path.stem != "04_transformers"]
@@ -31,7 +35,14 @@ def run(path, home, *before):
 @pytest.mark.parametrize(
     "path",
     # Four ranks of one example start from nothing, which takes longest.
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.deep] * path.stem.startswith("02")) for path in ALONE],
+    [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[*[pytest.mark.deep] * path.stem.startswith("02"), *[NEEDS_TRL] * ("_trl_" in path.stem)],
+        )
+        for path in ALONE
+    ],
 )
 def test_example_runs(path, tmp_path):
     assert run(path, tmp_path)

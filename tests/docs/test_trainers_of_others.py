@@ -1,4 +1,7 @@
-"""The lines by which TRL, verl and OpenRLHF hand over their updates run, with stand-ins of their batches."""
+"""The lines by which TRL, verl and OpenRLHF hand over their updates run, with stand-ins of their batches.
+
+TRL itself is run by its examples and by ``tests/integrations/test_trl.py``, where it is installed.
+"""
 
 import sys
 
@@ -22,13 +25,13 @@ ids, response = batch["input_ids"], attention[:, 8:]
 old_log_probs, advantage, examples = batch["old"], batch["advantage"], rows_of(**batch)
 by_token = advantage[:, None].expand(-1, 10)
 args = SimpleNamespace(learning_rate=1e-3, beta=0.1, num_iterations=2)
-data, tokenizer, prompts, reward, dataloader = (), None, None, None, []
+data, tokenizer, prompts, reward, micro_batches = (), None, None, None, []
 rows = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4] * k, "rejected_ids": [5, 6]} for k in range(1, 9)]
 
 
 class trl:
     class DPOTrainer:
-        def __init__(self, model, args, train_dataset, processing_class):
+        def __init__(self, model, reference, args, train_dataset, processing_class):
             self.train_dataset = rows
 
     class GRPOTrainer:
@@ -75,10 +78,10 @@ actor.run.close()
 """,
     "ActorPPOTrainer": """
 names = {"action_mask": response, "action_log_probs": old_log_probs, "advantages": by_token}
-dataloader = [SimpleNamespace(sequences=ids, attention_mask=attention, **names)] * 2
+micro_batches = [(SimpleNamespace(sequences=ids, attention_mask=attention, **names), None)] * 2
 trainer = ActorPPOTrainer()
 trainer.run = prepared()
-assert [status["actor_lr"] for status in trainer.ppo_train(0.0)] == [3e-4] * 2
+assert [status["metrics"]["actor_lr"] for status in trainer.ppo_train(0.0)] == [3e-4] * 2
 trainer.run.close()
 """,
 }
