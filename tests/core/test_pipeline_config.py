@@ -45,6 +45,8 @@ def test_stages_hold_consecutive_layers():
         ({"methods": (Method.DENSE,) * 3}, "degree must be 1"),
         ({"offload": (True, False)}, "2 offload flags for 3 layers"),
         ({"tile_tokens": -1}, "at least 1 token, or 0 for all, not -1"),
+        ({"head_groups": 0}, "0 groups of heads: a scheme has at least 1"),
+        ({"head_groups": 2}, "only with layers under dense, ulysses, ulysses_z, not metp alone"),
     ],
 )
 def test_a_scheme_that_cannot_run_is_refused(arguments, message):

@@ -12,6 +12,7 @@ from lengthwise.core.lr_scaling import MAX_LR_FACTOR
 from lengthwise.core.pipeline_config import dense_scheme
 from lengthwise.core.plan_values import (
     MAX_BYTES,
+    MAX_HEAD_GROUPS,
     MAX_ID,
     MAX_LAYERS,
     MAX_PACK_TOKENS,
@@ -79,6 +80,7 @@ VALUES = {
     (*SCHEME, "recompute"): FLAGS,
     (*SCHEME, "offload"): FLAGS,
     (*SCHEME, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
+    (*SCHEME, "head_groups"): whole(1, MAX_HEAD_GROUPS),
     (*SCHEME, "weights"): (("whole", "sharded"), ("half", "", 7, None, ["full"])),
     (*PIPELINE, "ranks"): rows_of(0, MAX_DEVICES - 1),
     (*PIPELINE, "phase"): whole(0, MAX_LAYERS),
@@ -100,6 +102,7 @@ VALUES = {
     (*MICRO_BATCH, "recompute"): ((None, *FLAGS[0]), FLAGS[1][:-1]),
     (*MICRO_BATCH, "offload"): FLAGS,
     (*MICRO_BATCH, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
+    (*MICRO_BATCH, "head_groups"): whole(1, MAX_HEAD_GROUPS),
 }  # fmt: skip
 
 
@@ -114,7 +117,7 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
             check_plan_values(changed(keys, value))
 
 
-ACTIVATIONS = {"offload", "tile_tokens"}
+ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
 OPTIONAL = {
     (): {"digest", "num_devices"}, SCHEME: ACTIVATIONS, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
 }  # fmt: skip

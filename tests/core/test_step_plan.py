@@ -25,6 +25,7 @@ def plans(draw):
         weights=WeightPlacement.SHARDED,
         offload=draw(st.sampled_from([(), (False, True, True)])),
         tile_tokens=draw(st.sampled_from([0, 4096])),
+        head_groups=draw(st.sampled_from([1, 4])),
     )
     lengths = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=12))
     micro_batches = [
@@ -49,6 +50,7 @@ def plans(draw):
         recompute=(False, True, False),
         offload=draw(st.sampled_from([None, (), (True, False, True)])),
         tile_tokens=draw(st.sampled_from([None, 0, 512])),
+        head_groups=draw(st.sampled_from([None, 1, 2])),
     )
     return StepPlan(
         step=draw(st.integers(0, 10**9)),
@@ -187,6 +189,7 @@ def test_any_change_changes_the_digest(plan):
         replace(m, recompute=(False,) * 3),
         replace(m, offload=(True, False, False)),
         replace(m, tile_tokens=17),
+        replace(m, head_groups=3),
         replace(m, pack=replace(m.pack, padded_to=m.pack.num_tokens + 9)),
     )
     others = [replace(first, micro_batches=(each, *first.micro_batches[1:])) for each in changed]

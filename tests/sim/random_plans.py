@@ -3,7 +3,7 @@
 import random
 
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
@@ -95,12 +95,15 @@ def random_micro_batch(
     filler = rng.randint(1, 40) if rng.random() < 0.3 else 0
     ids = tuple(batch.ids[i] for i in positions)
     ladder = random.Random(sum(ids))
+    methods = tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None
+    groups = ladder.choice((None, 1, 2)) if HEAD_GROUP_METHODS & set(methods or scheme.methods) else None
     return PlannedMicroBatch(
         pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
         time_s=1.0,
         peak_bytes=1,
-        methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,
+        methods=methods,
         recompute=tuple(rng.random() < 0.5 for _ in range(SPEC.num_layers)) if rng.random() < 0.5 else None,
         offload=tuple(ladder.random() < 0.4 for _ in range(SPEC.num_layers)) if ladder.random() < 0.5 else None,
         tile_tokens=ladder.choice((None, 0, 3)),
+        head_groups=groups if groups is None or groups <= -(-SPEC.num_heads // scheme.degree) else None,
     )

@@ -54,6 +54,10 @@ WEIGHTS_OF = {
 """What each method needs of the scheme; dense runs with whole weights."""
 
 
+HEAD_GROUP_METHODS = frozenset({Method.DENSE, Method.ULYSSES, Method.ULYSSES_Z})
+"""Methods under which a rank can attend with some of its heads at a time."""
+
+
 def check_methods(methods: tuple[Method, ...], degree: int, weights: WeightPlacement) -> None:
     """Raise ``InputError`` unless every method can run at ``degree`` with ``weights``."""
     for layer, method in enumerate(methods):
@@ -135,6 +139,8 @@ class PipelineConfig:
     memory meanwhile. Empty: of no layer."""
     tile_tokens: int = 0
     """Tokens that feed-forwards compute at a time, recomputed in the backward; 0: all that a rank has."""
+    head_groups: int = 1
+    """Groups of heads that layers under dense, ulysses and ulysses_z attend with in turn; 1: with all at once."""
 
     def __post_init__(self) -> None:
         if not any(self.offload):
@@ -152,6 +158,11 @@ class PipelineConfig:
             raise InputError(f"{len(self.offload)} offload flags for {self.num_layers} layers; give one each, or none")
         if self.tile_tokens < 0:
             raise InputError(f"a feed-forward computes tiles of at least 1 token, or 0 for all, not {self.tile_tokens}")
+        if self.head_groups < 1 or (self.head_groups > 1 and not HEAD_GROUP_METHODS & set(self.methods)):
+            raise InputError(
+                f"{self.head_groups} groups of heads: a scheme has at least 1, and more than 1 only with layers under "
+                f"{', '.join(sorted(HEAD_GROUP_METHODS))}, not {', '.join(dict.fromkeys(self.methods))} alone"
+            )
         check_methods(self.methods, self.degree, self.weights)
 
     @property
@@ -190,11 +201,12 @@ class PipelineConfig:
 
     @property
     def name(self) -> str:
-        """Degree x stages, methods, then layers recomputed (r) and offloaded (o) and tokens of a feed-forward tile (t),
-        as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
+        """Degree x stages, methods, then layers recomputed (r) and offloaded (o), tokens of a feed-forward's tile (t)
+        and groups of heads (g), as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
         """
         methods = "+".join(dict.fromkeys(self.methods))
-        counts = (("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens))
+        groups = self.head_groups if self.head_groups > 1 else 0
+        counts = (("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens), ("g", groups))
         return f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
 
     def layers_of_stage(self, stage: int) -> range:
@@ -221,6 +233,7 @@ def uniform_scheme(
     recomputed: int = 0,
     offloaded: int = 0,
     tile_tokens: int = 0,
+    head_groups: int = 1,
     head_layers: float = 0.0,
 ) -> PipelineConfig:
     """One method for every layer; layers, and those recomputed and offloaded, spread evenly over the stages.
@@ -243,6 +256,7 @@ def uniform_scheme(
         recompute=spread(recomputed, num_layers),
         offload=spread(offloaded, num_layers),
         tile_tokens=tile_tokens,
+        head_groups=head_groups,
         weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
     )
 

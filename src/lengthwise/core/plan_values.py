@@ -28,7 +28,8 @@ _PLAN = {
 _SCHEME = {"degree", "stage_layers", "methods", "recompute", "weights"}
 _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
-_ACTIVATIONS = {"offload", "tile_tokens"}
+_ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
+MAX_HEAD_GROUPS = 4096
 _METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in WeightPlacement}
 
 
@@ -120,6 +121,7 @@ def _check_activations(values: dict[str, Any], where: str) -> None:
     if "offload" in values:
         _check_flags(values["offload"], f"{where}.offload")
     _check_int(values.get("tile_tokens", 0), f"{where}.tile_tokens", 0, MAX_PACK_TOKENS)
+    _check_int(values.get("head_groups", 1), f"{where}.head_groups", 1, MAX_HEAD_GROUPS)
 
 
 def _check_keys(value: Any, where: str, keys: set[str], *, optional: Set[str] = frozenset()) -> None:

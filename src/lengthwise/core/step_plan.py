@@ -41,6 +41,8 @@ class PlannedMicroBatch:
     """One per layer, empty for no layer; None: those of the scheme."""
     tile_tokens: int | None = None
     """Tokens of a feed-forward's tile, 0 for all at once; None: those of the scheme."""
+    head_groups: int | None = None
+    """Groups of heads that are attended with in turn; None: those of the scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +223,8 @@ class StepPlan:
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
                 if m.offload is not None or m.tile_tokens is not None:
                     overrides += f"{name(m.offload)}{m.tile_tokens}"
+                if m.head_groups is not None:
+                    overrides += f"g{m.head_groups}"
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
@@ -296,7 +300,7 @@ class StepPlan:
         return plan
 
 
-_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens")
+_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups")
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
@@ -314,6 +318,7 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         "weights": str(scheme.weights),
         **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
         **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
+        **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
     }
 
 
@@ -326,6 +331,7 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         weights=WeightPlacement(document["weights"]),
         offload=tuple(bool(flag) for flag in document.get("offload", ())),
         tile_tokens=document.get("tile_tokens", 0),
+        head_groups=document.get("head_groups", 1),
     )
 
 
@@ -344,6 +350,7 @@ def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
         "recompute": None if recompute is None else [int(flag) for flag in recompute],
         **({} if micro_batch.offload is None else {"offload": [int(flag) for flag in micro_batch.offload]}),
         **({} if micro_batch.tile_tokens is None else {"tile_tokens": micro_batch.tile_tokens}),
+        **({} if micro_batch.head_groups is None else {"head_groups": micro_batch.head_groups}),
     }
 
 
@@ -364,4 +371,5 @@ def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
         recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),
         offload=None if (offload := document.get("offload")) is None else tuple(bool(flag) for flag in offload),
         tile_tokens=document.get("tile_tokens"),
+        head_groups=document.get("head_groups"),
     )

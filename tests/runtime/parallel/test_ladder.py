@@ -3,6 +3,7 @@ compute the same up to the order of sums, and keep their input alone."""
 
 import gc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,3 +216,56 @@ def test_the_second_forward_of_a_recomputed_layer_leaves_its_tiled_half_out():
     activations = ActivationPlan(recompute=(True, False), tile_tokens=6)
     model.run(model.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations)).backward()
     assert calls == {0: 8, 1: 8}, "four tiles forward, and again in the backward"
+
+
+# ---- groups of heads
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
+def test_groups_of_heads_give_the_gradients_of_all_heads_at_once(ranks, num_ranks):
+    ranks(num_ranks).run(check_head_groups, list(LADDER_FAMILIES))
+
+
+UNEVEN_HEADS = {"llama": (10, 5), "gpt": (6, 2), "bert": (4, 4), "transformer-2d": (8, 1)}
+"""Query and key/value heads: ones that ranks and groups do not share evenly."""
+
+
+def check_head_groups(names):
+    for name in names:
+        spec = replace(LADDER_FAMILIES[name], **dict(zip(("num_heads", "num_kv_heads"), UNEVEN_HEADS[name])))
+        for method, count in ((Method.ULYSSES, 2), (Method.ULYSSES_Z, 3), (Method.ULYSSES, 7)):
+            if whole_group().size == 1:
+                method = Method.DENSE
+            methods = (method,) * spec.num_layers
+            expected = on_ranks(spec, RAGGED, methods)
+            loss, gradients = on_ranks(
+                spec, RAGGED, methods, head_groups=count, recompute=(False, True), offload=(True, False), tile_tokens=5
+            )
+            assert_same(loss, expected[0], tolerance=EXACT)
+            assert_same(gradients, expected[1], tolerance=EXACT)
+
+
+@pytest.mark.parametrize(("method", "num_ranks"), [(Method.DENSE, 1), (Method.ULYSSES, 2), (Method.ULYSSES_Z, 2)])
+def test_attention_in_groups_of_heads_keeps_its_input_its_output_and_log_sum_exps(ranks, method, num_ranks):
+    spec = small(num_heads=8, num_kv_heads=4)
+    for count in (2, 4):
+        for num_copied in ranks(num_ranks).run(kept_by_attention, spec, method, count):
+            tokens = 2 * spec.hidden_size + 1 + spec.num_heads * spec.head_size  # with the norm's input and number
+            assert num_copied == 8 * 480 // num_ranks * (tokens + spec.num_heads)
+
+
+def kept_by_attention(spec, method, head_groups):
+    """Bytes that norm and attention of a layer save."""
+    group, weights = whole_group(), WEIGHTS_OF.get(method, WeightPlacement.WHOLE)
+    model = model_of(spec)
+    if weights is WeightPlacement.SHARDED:
+        keep_own_rows(model, spec, rank=group.rank, degree=group.size)
+    methods = (method,) * spec.num_layers
+    execution = execution_of(model, group, (40,) * 12, methods, weights, head_groups=head_groups)
+    x_tD = torch.randn(480 // group.size, spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    layer, host = model.layers[0], HostOffload("cpu")
+    lasting = [*model.parameters(), *execution._views[0].made_tables]
+    with host.micro_batch().layer(lambda tensor: any(same_storage(tensor, other) for other in lasting)):
+        out_tD = execution.operators(0).attention(layer.pre_attention(x_tD), layer.attention_weights)
+    out_tD.sum().backward()
+    return host.num_copied_bytes

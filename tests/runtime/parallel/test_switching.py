@@ -59,9 +59,9 @@ def gather_events(recompute):
             if self._coming is not before:
                 events.append(("gather", self.place))
 
-        def whole(self, name):
+        def tensor(self, name):
             events.append(("use", self.place))
-            return super().whole(name)
+            return super().tensor(name)
 
     stage.GatheredWeights = Recording
     try:

@@ -167,7 +167,7 @@ class StorageCopy:
         numbers = whole.view(torch.uint8)
         self._leases = host.blocks.take(len(numbers))
         host.num_copied_bytes += len(numbers)
-        self._gone = _after(host.outward, partial(self._copy_out, numbers))
+        self._gone = _after(host.outward, host.device, partial(self._copy_out, numbers))
         if host.outward is None:
             self._whole = None
 
@@ -182,7 +182,8 @@ class StorageCopy:
         self._is_leaving = False
         if self._whole is None:
             self._whole = torch.empty(self._size, dtype=self._dtype, device=self._host.device)
-            self._come = _after(self._host.inward, partial(self._copy_in, self._whole.view(torch.uint8)))
+            copy = partial(self._copy_in, self._whole.view(torch.uint8))
+            self._come = _after(self._host.inward, self._host.device, copy)
             for lease in self._leases:
                 lease.block.last_read = self._come
 
@@ -206,12 +207,12 @@ class StorageCopy:
             part.copy_(lease.memory, non_blocking=True)
 
 
-def _after(stream: torch.cuda.Stream | None, copy: Callable[[], None]) -> torch.cuda.Event | None:
+def _after(stream: torch.cuda.Stream | None, device: torch.device, copy: Callable[[], None]) -> torch.cuda.Event | None:
     """Copy on ``stream`` after all that computing was given so far; the event of the end. Without a stream, now."""
     if stream is None:
         copy()
         return None
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         copy()
         return stream.record_event()

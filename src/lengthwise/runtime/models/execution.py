@@ -69,6 +69,8 @@ class ActivationPlan:
     """Layers whose saved tensors are in host memory meanwhile; empty: none."""
     tile_tokens: int = 0
     """Tokens that feed-forwards compute at a time; 0: all."""
+    head_groups: int = 1
+    """Groups of heads that are attended with in turn, where ranks trade tokens for heads."""
     host: Offload | None = None
     """Moves them; needed where layers are offloaded."""
 

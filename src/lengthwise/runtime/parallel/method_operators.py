@@ -8,7 +8,7 @@ Rajbhandari et al. 2020), as ParaDySe has it.
 from collections.abc import Callable
 from functools import partial
 
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.runtime.models.operators import AttentionWeights, Dense, FfnWeights, Operators
 from lengthwise.runtime.parallel.head_exchange import ulysses_attention
 from lengthwise.runtime.parallel.megatron_ts import megatron_ts
@@ -33,8 +33,16 @@ def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWe
         whole_ffn=wrap(ffn),
         tables=stage.view.tables,
         tiles=stage.tiles,
+        grouped=stage.in_head_groups(attention) if method in HEAD_GROUP_METHODS else None,
         attend=_ATTENTION[method](stage.view),
     )
+
+
+def _dense(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    """One device; with groups of heads as Ulysses among one rank."""
+    if stage.head_groups > 1:
+        return _sequence_parallel(Method.ULYSSES, stage, attention, ffn)
+    return Dense(stage.view.view, stage.view.tables, stage.tiles)
 
 
 def _in_ring(view: StageView) -> CrossTokenAttention:
@@ -76,7 +84,7 @@ _ATTENTION: dict[Method, Callable[[StageView], CrossTokenAttention]] = {
     Method.ALL_GATHER: _gathered,
 }
 _OPERATORS: dict[Method, MakeOperators] = {
-    Method.DENSE: lambda stage, attention, ffn: Dense(stage.view.view, stage.view.tables, stage.tiles),
+    Method.DENSE: _dense,
     Method.MEGATRON_TS: lambda stage, attention, ffn: megatron_ts(stage),
     Method.METP: lambda stage, attention, ffn: Metp(stage),
 }

@@ -78,6 +78,7 @@ class StageExecution:
                 prefetch=prefetch,
                 layer=number,
                 tiles=activations.tiles(number),
+                head_groups=activations.head_groups,
                 watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights

@@ -16,11 +16,12 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
 from lengthwise.runtime.models.host_copies import to_device
-from lengthwise.runtime.models.operators import LayerWeights, Tables
+from lengthwise.runtime.models.operators import AttentionWeights, LayerWeights, Tables
 from lengthwise.runtime.models.tiles import Tiles
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.head_exchange import Neighbours, UlyssesShards
+from lengthwise.runtime.parallel.head_groups import GroupedAttention, HeadGroup, split_heads_in_groups
 from lengthwise.runtime.parallel.ring_attention import GatheredBlocks, Ring
 from lengthwise.runtime.parallel.tokens import TokenShards
 from lengthwise.runtime.parallel.weights import GatheredWeights, Prefetch, WholeWeights
@@ -36,6 +37,7 @@ class StageView:
     device: torch.device
     make_tables: MakeTables
     _sharings: dict[tuple[int, bool], AttentionSharing] = field(default_factory=dict, init=False)
+    _grouped: dict[tuple[int, int, int], GroupedAttention] = field(default_factory=dict, init=False)
 
     @cached_property
     def tables(self) -> Tables | None:
@@ -90,6 +92,22 @@ class StageView:
         """Attention of all heads of this rank's tokens under ``method``, ``[t, N, H]``."""
         return self.sharing(method, q_tNH.shape[1], k_tKH.shape[1]).attend(q_tNH, k_tKH, v_tKH)
 
+    def in_head_groups(self, count: int, num_heads: int, num_kv_heads: int) -> GroupedAttention:
+        """Attention of so many heads in ``count`` groups; made once for all layers that are alike."""
+        key = count, num_heads, num_kv_heads
+        if key not in self._grouped:
+            groups = split_heads_in_groups(num_heads, num_kv_heads, degree=self.group.size, count=count)
+            self._grouped[key] = GroupedAttention(
+                exchange=self.exchange,
+                ring=self._ring_across(self.group.size),
+                tables=self.tables,
+                groups=tuple(
+                    HeadGroup(heads, self.group.rank, group_size=num_heads // num_kv_heads, device=self.device)
+                    for heads in groups
+                ),
+            )
+        return self._grouped[key]
+
     def _exchange_among(self, size: int) -> UlyssesShards:
         """Sizes and token order of Ulysses' all-to-alls among ``size`` neighbouring ranks, for their tokens alone."""
         neighbours = Neighbours.of(self.group, size)
@@ -132,12 +150,20 @@ class LayerStage:
     prefetch: Prefetch
     layer: int
     tiles: Tiles
+    head_groups: int
     watch: ExecutionWatch
 
     @property
     def group(self) -> Group:
         """The ranks of the stage."""
         return self.view.group
+
+    def in_head_groups(self, weights: AttentionWeights) -> GroupedAttention | None:
+        """Attention of the layer in groups of heads, if the plan has any."""
+        if self.head_groups == 1:
+            return None
+        num_kv_heads = self.bounds["qkv"][-1] // ((weights.group_size + 2) * weights.head_size)
+        return self.view.in_head_groups(self.head_groups, num_kv_heads * weights.group_size, num_kv_heads)
 
     def whole(self, weights: LayerWeights) -> WholeWeights:
         """Wrap weights that this rank holds whole."""

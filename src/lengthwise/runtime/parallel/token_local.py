@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables, TokenwiseHalf
 from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
+from lengthwise.runtime.parallel.head_groups import GroupedAttention
 from lengthwise.runtime.parallel.weights import OperatorWeights, WholeWeights
 
 CrossTokenAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,6 +27,8 @@ class TokenLocal:
     tables: Tables | None
     attend: CrossTokenAttention
     tiles: Tiles = ALL_AT_ONCE
+    grouped: GroupedAttention | None = None
+    """Attends with some of the heads at a time; None: with all at once, by ``attend``."""
 
     @property
     def has_whole_weights(self) -> bool:
@@ -35,6 +38,8 @@ class TokenLocal:
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """Project, rotate, attend, project back: ``[t, D]``."""
         layer_weights = self.whole_attention
+        if self.grouped is not None:
+            return layer_weights.leave(self.grouped(layer_weights.enter(x_tD), layer_weights, weights))
         qkv_tE = layer_weights.linear(
             layer_weights.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias"
         )

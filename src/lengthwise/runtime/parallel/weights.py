@@ -40,6 +40,18 @@ class OperatorWeights(Protocol):
         """Return ``x``; no more products may be taken."""
         ...
 
+    def tensor(self, name: str) -> Tensor:
+        """A whole weight, for a function with a backward of its own; between entering and leaving."""
+        ...
+
+    def differentiable(self) -> Sequence[Tensor]:
+        """The weights whose gradients such a function returns, in the order of :meth:`take_gradients`."""
+        ...
+
+    def take_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Take the gradients of whole weights; what the function returns of them."""
+        ...
+
 
 @dataclass(frozen=True)
 class WholeWeights:
@@ -62,6 +74,18 @@ class WholeWeights:
     def leave(self, x: Tensor) -> Tensor:
         """Return ``x``: there is nothing to gather or to free."""
         return x
+
+    def tensor(self, name: str) -> Tensor:
+        """The weight, held whole here."""
+        return self.tensors[name]
+
+    def differentiable(self) -> Sequence[Tensor]:
+        """All of them."""
+        return tuple(self.tensors.values())
+
+    def take_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the gradients in the order of the weights."""
+        return [gradients[name] for name in self.tensors]
 
 
 @dataclass(eq=False)
@@ -155,9 +179,19 @@ class GatheredWeights:
         again, self._ran_forward = self._ran_forward, True
         return self.prefetch.after(self, again=again)
 
-    def whole(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         """The whole weight, while it is there."""
         return self._whole[name]
+
+    def differentiable(self) -> Sequence[Tensor]:
+        """None: gradients are summed here and reduced when tokens have left."""
+        return ()
+
+    def take_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """Add to the gradients of whole weights; nothing is returned."""
+        for name, gradient in gradients.items():
+            self.add_gradient(name, gradient)
+        return []
 
     def add_gradient(self, name: str, grad: Tensor) -> None:
         """Add to the gradient of a whole weight; sums of several, as tiles give them, are float32 at least."""
@@ -214,13 +248,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x_tI, gathered, weight, bias, transposed):  # type: ignore[no-untyped-def]
         ctx.gathered, ctx.weight, ctx.bias, ctx.transposed = gathered, weight, bias, transposed
         ctx.save_for_backward(x_tI)
-        weight_OI = gathered.whole(weight)
-        return F.linear(x_tI, weight_OI, gathered.whole(bias) if bias else None) if transposed else x_tI @ weight_OI
+        weight_OI = gathered.tensor(weight)
+        return F.linear(x_tI, weight_OI, gathered.tensor(bias) if bias else None) if transposed else x_tI @ weight_OI
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
-        (x_tI,), weight_OI = ctx.saved_tensors, ctx.gathered.whole(ctx.weight)
+        (x_tI,), weight_OI = ctx.saved_tensors, ctx.gathered.tensor(ctx.weight)
         ctx.gathered.add_gradient(ctx.weight, grad_tO.T @ x_tI if ctx.transposed else x_tI.T @ grad_tO)
         if ctx.bias:
             ctx.gathered.add_gradient(ctx.bias, grad_tO.sum(0))

@@ -20,6 +20,13 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
                 f"{named}.stage_layers={scheme.stage_layers} hold {scheme.num_layers} layers, model {spec.name} has "
                 f"{spec.num_layers}; plan again for this model"
             )
+        groups = max((pipeline.scheme_of(m).head_groups for m in pipeline.micro_batches), default=1)
+        if groups > -(-spec.num_heads // scheme.degree):
+            raise InputError(
+                f"{named}: {groups} groups of heads, but each of {scheme.degree} ranks has at most "
+                f"{-(-spec.num_heads // scheme.degree)} of the {spec.num_heads} heads of model {spec.name}; lower "
+                "head_groups"
+            )
         used = {method for micro_batch in pipeline.micro_batches for method in pipeline.methods_of(micro_batch)}
         if Method.MEGATRON_TS in used and scheme.degree > spec.num_kv_heads:
             raise InputError(
@@ -31,11 +38,12 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
 def check_compiled(plan: StepPlan) -> None:
     """Raise ``InputError`` naming the first pipeline of ``plan`` whose layers are not compiled."""
     for number, pipeline in enumerate(plan.pipelines):
-        if any(pipeline.scheme_of(micro_batch).tile_tokens for micro_batch in pipeline.micro_batches):
+        schemes = [pipeline.scheme_of(micro_batch) for micro_batch in pipeline.micro_batches]
+        if any(scheme.tile_tokens or scheme.head_groups > 1 for scheme in schemes):
             raise InputError(
-                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] computes feed-forwards in "
-                f"tiles, and compiled layers compute all tokens at once; plan tile_tokens=0, or set "
-                f"{Setting.COMPILE}=false"
+                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] computes in tiles of tokens "
+                "or groups of heads, and compiled layers compute all at once; plan tile_tokens=0 and head_groups=1, "
+                f"or set {Setting.COMPILE}=false"
             )
         if pipeline.scheme.weights is WeightPlacement.SHARDED and pipeline.scheme.degree > 1:
             raise InputError(

@@ -229,12 +229,12 @@ class WeightPhaseRun:
             fed = self.feeds(micro_batch.pack)
         stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
         layers, activations = scheme.layers_of_stage(stage), self._activations(pipeline.scheme_of(micro_batch))
-        if scheme.degree == 1:
+        if scheme.degree == 1 and activations.head_groups == 1:
             return OneDevice(
                 fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
                 layers=layers, activations=activations, watch=self._watch, device=self._world.device,
             )  # fmt: skip
-        group = self._world.groups.of(operation.ranks)
+        group = self._world.groups.of(operation.ranks) if scheme.degree > 1 else Group(rank=0)
         assert group is not None, "a rank computes in pipelines that it is in"
         return StageExecution(
             self.model,
@@ -255,6 +255,7 @@ class WeightPhaseRun:
             recompute=scheme.recompute,
             offload=scheme.offload,
             tile_tokens=scheme.tile_tokens,
+            head_groups=scheme.head_groups,
             host=self._world.offload.micro_batch() if is_offloaded else None,
         )
 
