@@ -27,7 +27,10 @@ def kept_forwards(plan: StepPlan, memory_bytes: int) -> frozenset[MicroBatchNumb
             key, kept_bytes = (number, index), max(0, planned.peak_bytes - pipeline.state_bytes)
             ranks_of[key], bytes_of[key] = pipeline.ranks, kept_bytes
             worth.append((-planned.time_s / max(1, kept_bytes), key))
-    by_rank = [[bytes_of[key] for key, ranks in ranks_of.items() if rank in ranks] for rank in range(plan.num_devices)]
+    by_rank: list[list[int]] = [[] for _ in range(plan.num_devices)]
+    for key, ranks in ranks_of.items():
+        for rank in ranks:
+            by_rank[rank].append(bytes_of[key])
     if all(sum(sizes) <= room for sizes, room in zip(by_rank, available)):
         return frozenset(ranks_of)
     room = [total - max(sizes, default=0) for total, sizes in zip(available, by_rank)]  # a forward that keeps nothing
