@@ -3,6 +3,7 @@
 python benchmarks/dryrun.py                                    # every row of dryrun.md, about twenty minutes
 python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
 python benchmarks/dryrun.py --stages 2                         # pipelines of two stages, the first rank of each
+python benchmarks/dryrun.py --ladder                           # layers offloaded, feed-forwards in tiles
 python benchmarks/dryrun.py --prepared 8b                      # a Llama of transformers, weights whole and by layer
 """
 
@@ -17,13 +18,15 @@ from typing import Any
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement, spread
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import dry_run_plan, dry_run_stock
 
+RUNGS = ((0, 4, 0), (0, 2, 0), (4, 4, 0), (0, 0, 4096), (4, 0, 4096), (4, 4, 4096))
+"""Layers of four that are recomputed and offloaded, and tokens of a feed-forward's tile."""
 TOKENS = (4096, 65536, 524288)
 MICRO_BATCHES, SEQUENCES = 2, 4
 
@@ -96,6 +99,31 @@ def print_prepared(name: str) -> None:
             )
 
 
+def print_ladder(methods: list[str], tokens: list[int]) -> None:
+    """Rows of :data:`RUNGS`: a scheme, the peak on the device, and what is on the host."""
+    spec = replace(model_preset("llama-7b"), num_layers=4)
+    cluster, config = cluster_preset("1x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
+
+    def run(cell: tuple[str, int, tuple[int, int, int]]) -> tuple[str, dict[str, Any]]:
+        name, num_tokens, (recomputed, offloaded, tile_tokens) = cell
+        plan = plan_of(Method(name), num_tokens, num_layers=4, num_ranks=8, recompute=recomputed == 4)
+        changes = {"offload": spread(offloaded, 4), "tile_tokens": tile_tokens}
+        pipelines = tuple(replace(part, scheme=replace(part.scheme, **changes)) for part in plan.pipelines)
+        plan = replace(plan, pipelines=pipelines)
+        (row,) = dry_run_plan(plan, spec, cluster, config=config, ranks=[0])["ranks"]
+        return pipelines[0].scheme.name, row
+
+    print("| scheme | tokens | counted GiB | predicted GiB | ratio |\n" + "| --- " * 5 + "|")
+    cells = list(product(methods, tokens, RUNGS))
+    with ThreadPoolExecutor(2) as pool:
+        for (_, num_tokens, _), (scheme, row) in zip(cells, pool.map(run, cells)):
+            counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
+            print(
+                f"| {scheme} | {num_tokens:,} | {counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default=",".join(map(str, Method)))
@@ -104,7 +132,10 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--prepared", choices=PREPARED)
+    parser.add_argument("--ladder", action="store_true")
     asked = parser.parse_args()
+    if asked.ladder:
+        return print_ladder(asked.methods.split(","), list(map(int, asked.tokens.split(","))))
     if asked.prepared:
         return print_prepared(asked.prepared)
     spec = replace(model_preset("llama-7b"), num_layers=asked.layers)

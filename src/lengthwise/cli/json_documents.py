@@ -125,8 +125,28 @@ class SchemeFields(Fields):
     stages: int
     method: str
     recomputed_layers: int
+    offloaded_layers: int
+    """Layers whose saved tensors are in host memory between forward and backward."""
+    tile_tokens: int
+    """Tokens of a feed-forward's tile; 0: all at once."""
     state_gib: float
     max_tokens: int
+
+
+class RungFields(Fields):
+    """The longest sequence with one more thing that frees memory, and what that costs."""
+
+    rung: str
+    scheme: str
+    max_tokens: int
+    time_s: float
+    tokens_per_s: float
+    host_gib: float
+    state_gib: float
+    at_tokens: int
+    """The longest sequence of the rung before."""
+    slowdown: float
+    """Seconds of a sequence of `at_tokens` on this rung over those on the rung before."""
 
 
 class MemoryDocument(JsonDocument):
@@ -138,11 +158,13 @@ class MemoryDocument(JsonDocument):
     cluster: str
     memory_gib: float
     margin_gib: float
+    host_memory_gib: float
     longest: SchemeFields
     schemes: list[SchemeFields]
     length: int | None
     cheapest: SchemeFields | None
     fits: list[SchemeFields] | None
+    ladder: list[RungFields] | None
 
 
 class PlanFields(Fields):

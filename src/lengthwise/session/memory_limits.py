@@ -12,7 +12,9 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.session.memory_ladder import LadderRung, memory_ladder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +40,16 @@ class MemoryLimits:
     length: int | None = None
     """The sequence that was asked for."""
     fits: tuple[FittingPipeline, ...] = ()
-    """Schemes that hold it, the least work first."""
+    """Schemes that hold it, the least work first; with offload, tiles and a state on the host where that pays or longer
+    sequences need it."""
+    ladder: tuple[LadderRung, ...] = ()
+    """The longest sequence with each thing in turn that frees memory; where no length is asked for."""
 
     @property
     def longest(self) -> Candidate:
         """The scheme that holds the longest sequence."""
-        return max(self.candidates, key=lambda candidate: candidate.max_tokens)
+        fitting = (fit.candidate for fit in self.fits)
+        return max((*self.candidates, *fitting), key=lambda candidate: candidate.max_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -62,6 +68,7 @@ class MemoryLimits:
             "num_layers": self.model.num_layers,
             "not_priced": self.model.unpriced or None,
             "cluster": self.cluster.name,
+            "host_memory_gib": self.cluster.device.host_memory_bytes / GIB,
             "memory_gib": self.cluster.device.memory_bytes / GIB,
             "margin_gib": self.cluster.device.margin_bytes / GIB,
             "longest": _describe(self.longest),
@@ -69,6 +76,7 @@ class MemoryLimits:
             "length": self.length,
             "cheapest": fits[0] if fits else None,
             "fits": fits if self.length else None,
+            "ladder": [rung.to_json() for rung in self.ladder] if not self.length else None,
         }
 
 
@@ -87,19 +95,43 @@ def memory_limits(
             f"has learned; give --length {model.max_positions} or less, or a model with rotary positions"
         )
     cost, num_layers = AnalyticCost(model=model, cluster=cluster, dtype=dtype), model.num_layers
-    levels = tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
+    asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
     if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < (length or 1):
-        return memory_limits(model, cluster, search_space.widest, dtype=dtype, length=length)
-    _check_any_fits(candidates, model, cluster)
+        search_space = search_space.widest
+        candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
     if not length:
-        return MemoryLimits(model=model, cluster=cluster, candidates=candidates)
-    every = _priced(search_space.schemes(num_layers, cluster), cost, cluster)
-    fits = [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]
+        ladder = memory_ladder(model, cluster, asked, dtype=dtype)
+        if not ladder:
+            _check_any_fits(candidates, model, cluster)
+        return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
+    on_host = AnalyticCost(model=model, cluster=cluster, dtype=dtype, state_on_host=True)
+    every: list[Candidate] = []
+    for priced_by in (cost, on_host)[: 1 + on_host.state_on_host]:
+        every += _with_ladder(search_space, priced_by, length)
+        if fits := [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]:
+            break
     if not fits:
-        _refuse(candidates, length, cluster)
+        _check_any_fits(every, model, cluster)
+        _refuse(every, length, cluster)
     fits.sort(key=lambda fit: (fit.device_s, fit.candidate.num_devices))
     return MemoryLimits(model=model, cluster=cluster, candidates=candidates, length=length, fits=tuple(fits))
+
+
+def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
+    """Candidates with offload and tiles too, where that pays or a sequence of ``length`` needs it."""
+    cluster = cost.cluster
+    schemes = search_space.schemes(cost.model.num_layers, cluster)
+    candidates = tuple(_priced(schemes, cost, cluster))
+    more = ladder_candidates(
+        schemes,
+        [candidate for candidate in candidates if candidate.max_tokens],
+        cost,
+        num_devices=cluster.num_devices,
+        max_length=length,
+        has_host=cluster.device.host_bytes_per_s > 0,
+    )
+    return [*candidates, *more]
 
 
 def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
@@ -129,6 +161,14 @@ def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: C
 
 def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
     leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
+    if leanest.is_limited_by_host:
+        needed, available = needed_and_available(leanest.host_bytes(length), cluster.device.host_memory_bytes)
+        raise InfeasibleError(
+            f"a sequence of {length:,} tokens puts {needed} per device into host memory under the leanest scheme, "
+            f"{leanest.scheme.name}; a device's share of the host has {available}. The longest that fits has "
+            f"{leanest.max_tokens:,} tokens. Give --host-memory if there is more, or more or larger devices.",
+            what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
+        )  # fmt: skip
     needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
     raise InfeasibleError(
         f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
@@ -157,6 +197,8 @@ def _describe(candidate: Candidate) -> dict[str, Any]:
         "stages": scheme.num_stages,
         "method": str(scheme.methods[0]),
         "recomputed_layers": scheme.num_recomputed,
+        "offloaded_layers": scheme.num_offloaded,
+        "tile_tokens": scheme.tile_tokens,
         "state_gib": candidate.state_bytes / GIB,
         "max_tokens": candidate.max_tokens,
     }

@@ -1,6 +1,7 @@
 """What fits, through the command line."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -101,3 +102,33 @@ def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, change
     assert found == code
     assert message in err
     assert json.loads(out)["exit_code"] == code
+
+
+def test_each_rung_of_the_ladder_holds_at_least_as_much_as_those_before(cli):
+    ladder = ask(cli)["ladder"]
+    reach = [rung["max_tokens"] for rung in ladder]
+    assert reach == sorted(reach) and reach[-1] > reach[0]
+    names = [rung["rung"] for rung in ladder]
+    assert names[0] == "as it is" and names[-1] == "optimizer on host" and len(set(names)) == len(names) == 6
+    for before, rung in pairwise(ladder):
+        assert rung["at_tokens"] == before["max_tokens"] and rung["slowdown"] > 0
+    assert ladder[0]["host_gib"] == 0 < ladder[-1]["host_gib"]
+    on_cpus = ask(cli, "--device", "cpu")["ladder"]
+    assert [rung["rung"] for rung in on_cpus] == ["as it is", "recompute", "feed-forward tiles", "sharded weights"]
+
+
+def test_an_8b_trains_on_half_a_million_tokens_of_one_gpu_if_the_host_has_room(cli):
+    given = ("memory", "--model", "llama-3-8b", "--device", "H100-80GB", "--gpus", "1", "--length", "500K")
+    code, out, err = cli(*given, "--host-memory", "1000")
+    assert code == 0 and "of saved tensors and the optimizer's state on the host" in out, err
+    code, out, err = cli(*given, "--host-memory", "200")
+    assert code == 3 and "into host memory" in err and "has 200" in err and "--host-memory" in err
+    code, out, err = cli(*given[:4], "cpu", "--length", "9", "--host-memory", "200")
+    assert code == 2 and "200 GiB of host memory for a cpu" in err
+
+
+@pytest.mark.parametrize(("gpus", "length"), [(8, "5M"), (32, "15M")])
+def test_longer_sequences_than_fit_on_devices_alone_fit_with_the_host(cli, gpus, length):
+    given = ("memory", "--model", "llama-3-8b", "--device", "H100-80GB", "--gpus", gpus, "--length", length)
+    code, out, err = cli(*given)
+    assert code == 0 and "fits: the least work is under" in out and "on the host" in out, err

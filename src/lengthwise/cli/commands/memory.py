@@ -23,6 +23,7 @@ def run(
     length: Length = None,
     table: Annotated[bool, typer.Option("--table", help="With --length, also show the table of all schemes.")] = False,
     hbm: shared.MemoryGib = None,
+    host_memory: shared.HostMemoryGib = None,
     memory_margin: shared.MemoryMargin = None,
     devices_per_node: shared.DevicesPerNode = None,
     max_degree: shared.MaxDegree = None,
@@ -36,7 +37,10 @@ def run(
     from lengthwise.session.memory_limits import memory_limits
 
     spec = find_model(model)
-    cluster = make_cluster(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
+    cluster = make_cluster(
+        device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin,
+        host_memory_gib=host_memory,
+    )  # fmt: skip
     search_space = SearchSpace(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
     )

@@ -23,6 +23,8 @@ def print_memory_limits(limits: MemoryLimits, *, table: bool) -> None:
             soft_wrap=True,
         )
         _print_schemes(limits)
+        if limits.ladder:
+            _print_ladder(limits)
         if limits.fits:
             _print_fits(limits)
     if model.unpriced:
@@ -36,9 +38,20 @@ def _answer(limits: MemoryLimits) -> str:
     longest = limits.longest
     return (
         f"a sequence of {limits.length:,} tokens fits: the least work is under {best.candidate.scheme.name}, with "
-        f"{peak} of {available} on each device at its peak; it fits under {len(limits.fits):,} schemes in all, and the "
+        f"{peak} of {available} on each device at its peak{_on_host(best.candidate, limits.length or 0)}; "
+        f"it fits under {len(limits.fits):,} schemes in all, and the "
         f"{_longest_what(limits)} that any scheme fits is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
     )
+
+
+def _on_host(candidate: Candidate, length: int) -> str:
+    """What is in host memory, if anything is."""
+    from lengthwise.report.units import memory
+
+    num_bytes = candidate.host_bytes(length)
+    state = " and the optimizer's state" if getattr(candidate.cost, "state_on_host", False) else ""
+    what = "saved tensors" if candidate.scheme.offload else ""
+    return f" and {memory(num_bytes)} of {(what + state).removeprefix(' and ')} on the host" if num_bytes else ""
 
 
 def _longest_what(limits: MemoryLimits) -> str:
@@ -73,6 +86,31 @@ def _print_schemes(limits: MemoryLimits) -> None:
         shown.add_row(str(degree), str(stages), method, memory(members[0].state_bytes), *cells)
     console.print(shown)
     console.print(f"longest: {limits.longest.max_tokens:,} tokens under {limits.longest.scheme.name}", soft_wrap=True)
+
+
+def _print_ladder(limits: MemoryLimits) -> None:
+    """The longest sequence with each thing in turn that frees memory, and what it costs in time."""
+    from rich.table import Table
+
+    from lengthwise.report.units import memory, seconds
+
+    stdout().print(
+        "\nthe memory ladder: each rung does what those before it do. Time, tokens per second and host memory are "
+        "those of its longest sequence; slower: than the rung before, at the longest sequence of that",
+        soft_wrap=True,
+    )
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("rung")
+    shown.add_column("scheme")
+    for heading in ("longest", "time", "tokens/s", "host", "slower"):
+        shown.add_column(heading, justify="right")
+    for rung in limits.ladder:
+        shown.add_row(
+            rung.name, rung.longest.scheme.name, f"{rung.longest.max_tokens:,}", seconds(rung.longest_s),
+            f"{rung.tokens_per_s:,.0f}", memory(rung.host_bytes) if rung.host_bytes else "-",
+            f"x {rung.slowdown:.2f}" if rung.slowdown else "-",
+        )  # fmt: skip
+    stdout().print(shown)
 
 
 def _print_fits(limits: MemoryLimits) -> None:

@@ -116,7 +116,7 @@ class AnalyticCost(SeparableCost):
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
         backwards = backward_lines(layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens)
-        buffers = max(layer.volume.buffer_bytes for layer in layers)
+        buffers = max(layer.buffer_bytes for layer in layers)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
         for activations, pushed, num_outputs in (

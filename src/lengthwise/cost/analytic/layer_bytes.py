@@ -18,6 +18,8 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.volume import LayerVolume, layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, norm_bytes
 
+SUM_BYTES = 4
+"""Bytes of a sum over tiles."""
 UNTILED = frozenset({Method.METP})
 """Methods whose feed-forwards already save their input alone: tiles change nothing."""
 
@@ -35,6 +37,20 @@ class LayerBytes:
     is_recomputed: bool
     is_offloaded: bool
     is_tiled: bool
+    summed: float = 0.0
+    """Bytes by which float32 sums over tiles of the gradients of a gathered feed-forward exceed its last gradient."""
+    summed_all: float = 0.0
+    """Bytes by which they exceed all of its gradients in the compute dtype, while they are sent."""
+
+    @property
+    def buffer_bytes(self) -> float:
+        """Weights that visit or are gathered, and their gradients so far, beside the layer's tokens."""
+        return self.volume.buffer_bytes + self.summed
+
+    @property
+    def reduce_bytes(self) -> float:
+        """The same while the gradients of a gathered feed-forward are sent; 0 where none is gathered."""
+        return self.volume.reduce_bytes + self.summed_all
 
     @property
     def key(self) -> tuple[Method, bool, bool]:
@@ -95,9 +111,14 @@ def _layer_bytes(
     needed = volume.kept_bytes
     if is_tiled:
         needed -= tiled_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    sums = {}
+    if is_tiled and volume.reduce_bytes:
+        copies, width = 3 if model.gated_ffn else 2, DTYPE_BYTES[dtype]
+        numbers = copies * model.hidden_size * model.ffn_columns
+        sums = {"summed": numbers * (SUM_BYTES - width / copies), "summed_all": float(numbers * (SUM_BYTES - width))}
     return LayerBytes(
         method=method, volume=volume, needed=needed, saved=volume.input_bytes if is_recomputed else needed,
-        is_recomputed=is_recomputed, is_offloaded=is_offloaded, is_tiled=is_tiled,
+        is_recomputed=is_recomputed, is_offloaded=is_offloaded, is_tiled=is_tiled, **sums,
     )  # fmt: skip
 
 

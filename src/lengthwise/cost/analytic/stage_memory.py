@@ -189,10 +189,10 @@ def reduce_moments(
             activations=Line(
                 0.0, max(0.0, saved + layer.is_recomputed * layer.needed + moving - (0.0 if layer.is_tiled else freed))
             ),
-            temporary=Line(layer.volume.reduce_bytes + pushed, 2 * model.hidden_size * share),
+            temporary=Line(layer.reduce_bytes + pushed, 2 * model.hidden_size * share),
         )
         for layer, moving in moving_bytes(layers).items()
-        if layer.volume.reduce_bytes
+        if layer.reduce_bytes
     ]
 
 

@@ -69,7 +69,7 @@ class FakeStream:
     """A stream on which nothing ever runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream = 0
+        self.cuda_stream, self.device = 0, torch.device("cuda", 0)
 
     def synchronize(self) -> None:
         """Note that the host waits."""

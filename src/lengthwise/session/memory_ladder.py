@@ -1,0 +1,142 @@
+"""The memory ladder: the longest sequence with each thing in turn that frees memory, and what each costs in time.
+
+A rung adds to what the ones before it do: recompute, feed-forwards in tiles, what layers save on the host, methods that
+shard weights, the optimizer's state on the host. On each, the scheme that holds the longest sequence is shown, and how
+long a sequence takes that the rung before still holds, under the fastest scheme of either.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.pipeline_config import PipelineConfig
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import GIB
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.space.candidate import Candidate, make_candidates
+from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung
+from lengthwise.plan.space.search_space import SearchSpace
+
+PLAIN = Rung(recomputed=0, offloaded=0)
+RECOMPUTE = Rung(recomputed=1, offloaded=0)
+TILES = Rung(recomputed=1, offloaded=0, is_tiled=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderRung:
+    """The longest sequence of one rung, and what it takes."""
+
+    name: str
+    longest: Candidate
+    """The scheme that holds the longest sequence; its ``max_tokens`` may be 0."""
+    longest_s: float
+    """Seconds of that sequence alone, forward, backward and update; 0 where none fits."""
+    at_tokens: int
+    """The longest sequence of the rung before, which this one holds too; 0 where none fitted there."""
+    slowdown: float
+    """Seconds of a sequence that long under the fastest scheme that is of this rung alone, over those on the rung
+    before; 0 where none fitted there."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of the longest sequence alone."""
+        return self.longest.max_tokens / self.longest_s if self.longest_s else 0.0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes per device in the host's memory, at the longest sequence."""
+        return self.longest.host_bytes(self.longest.max_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "rung": self.name,
+            "scheme": self.longest.scheme.name,
+            "max_tokens": self.longest.max_tokens,
+            "time_s": self.longest_s,
+            "tokens_per_s": self.tokens_per_s,
+            "host_gib": self.host_bytes / GIB,
+            "state_gib": self.longest.state_bytes / GIB,
+            "at_tokens": self.at_tokens,
+            "slowdown": self.slowdown,
+        }
+
+
+def memory_ladder(
+    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str
+) -> tuple[LadderRung, ...]:
+    """The rungs of ``model`` on ``cluster``, with the methods of ``search_space``; of the host where there is one.
+
+    Where ``search_space`` names no methods, those that shard weights are a rung of their own.
+    """
+    rungs: list[LadderRung] = []
+    fastest_before: list[Candidate] = []
+    for name, candidates in _candidates_of_rungs(model, cluster, search_space, dtype=dtype):
+        if not candidates:
+            continue
+        longest = max(candidates, key=lambda candidate: candidate.max_tokens)
+        at_tokens = rungs[-1].longest.max_tokens if rungs else 0
+        before_s, now_s = (_fastest_s(of, at_tokens) for of in (fastest_before, candidates))
+        rungs.append(
+            LadderRung(
+                name=name,
+                longest=longest,
+                longest_s=_alone_s(longest, longest.max_tokens),
+                at_tokens=at_tokens,
+                slowdown=now_s / before_s if at_tokens and now_s < np.inf else 0.0,
+            )
+        )
+        fastest_before = candidates
+    return tuple(rungs)
+
+
+def _candidates_of_rungs(
+    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str
+) -> Iterator[tuple[str, list[Candidate]]]:
+    """The name of each rung and the candidates that have what it adds."""
+    has_host = cluster.device.host_bytes_per_s > 0
+    steps: list[tuple[str, tuple[Rung, ...]]] = [
+        ("as it is", (PLAIN,)),
+        ("recompute", (RECOMPUTE,)),
+        ("feed-forward tiles", (TILES,)),
+    ]
+    lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
+    if has_host:
+        steps.append(("activations on host", lean))
+    cost = AnalyticCost(model=model, cluster=cluster, dtype=dtype)
+    yield from _steps(steps, search_space, cost)
+    if search_space.methods is None:
+        leanest = steps[-1][1]
+        yield from _steps([("sharded weights", leanest)], search_space.widest, cost)
+    if has_host:
+        on_host = AnalyticCost(model=model, cluster=cluster, dtype=dtype, state_on_host=True)
+        yield from _steps([("optimizer on host", lean)], search_space.widest, on_host)
+
+
+def _steps(
+    steps: Sequence[tuple[str, tuple[Rung, ...]]], search_space: SearchSpace, cost: AnalyticCost
+) -> Iterator[tuple[str, list[Candidate]]]:
+    cluster = cost.cluster
+    schemes = search_space.schemes(cost.model.num_layers, cluster, recomputed=(0,))
+    for name, rungs in steps:
+        made = [_of(rung, scheme) for scheme in schemes for rung in rungs]
+        yield name, list(make_candidates(made, cost, num_devices=cluster.num_devices))
+
+
+def _of(rung: Rung, scheme: PipelineConfig) -> PipelineConfig:
+    return rung.of(scheme, tile_tokens=TILE_TOKENS)
+
+
+def _alone_s(candidate: Candidate, length: int) -> float:
+    """Seconds of a step of one sequence: through all stages, and the update."""
+    stage_s = float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s
+    return stage_s * candidate.num_stages + candidate.update_s
+
+
+def _fastest_s(candidates: Sequence[Candidate], length: int) -> float:
+    """Seconds of a step of one sequence of ``length`` under the fastest that holds it; inf where none does."""
+    if not length:
+        return np.inf
+    return min((_alone_s(c, length) for c in candidates if c.max_tokens >= length), default=np.inf)
