@@ -14,7 +14,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
-from lengthwise.session.memory_ladder import LadderRung, memory_ladder
+from lengthwise.session.ladder_rungs import LadderRung, memory_ladder
 
 
 @dataclass(frozen=True, kw_only=True)

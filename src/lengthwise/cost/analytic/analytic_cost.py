@@ -115,20 +115,24 @@ class AnalyticCost(SeparableCost):
         degree, in_flight = scheme.degree, scheme.num_stages - stage
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
-        backwards = backward_lines(layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens)
-        buffers = max(layer.buffer_bytes for layer in layers)
+        lines_of = partial(
+            backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens
+        )
+        buffers = max(layer.volume.buffer_bytes for layer in layers)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
-        for activations, pushed, num_outputs in (
-            (in_flight * saved, 0, in_flight),
-            (first.on_device, gradient_width * num_pushed, 1),
+        for activations, pushed, num_outputs, backwards in (
+            (in_flight * saved, 0, in_flight, lines_of()),
+            (first.on_device, gradient_width * num_pushed, 1, lines_of(is_last=True)),
         ):
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
                 *(
                     MemoryMoment(
                         activations=Line(0.0, activations),
-                        temporary=line._replace(fixed=buffers + pushed, per_token=line.per_token + messages),
+                        temporary=line._replace(
+                            fixed=buffers + pushed + line.fixed, per_token=line.per_token + messages
+                        ),
                     )
                     for line in backwards
                 ),

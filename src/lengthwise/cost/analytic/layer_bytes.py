@@ -43,13 +43,8 @@ class LayerBytes:
     """Bytes by which they exceed all of its gradients in the compute dtype, while they are sent."""
 
     @property
-    def buffer_bytes(self) -> float:
-        """Weights that visit or are gathered, and their gradients so far, beside the layer's tokens."""
-        return self.volume.buffer_bytes + self.summed
-
-    @property
     def reduce_bytes(self) -> float:
-        """The same while the gradients of a gathered feed-forward are sent; 0 where none is gathered."""
+        """Gathered weights and their gradients while those of the feed-forward are sent; 0 where none is gathered."""
         return self.volume.reduce_bytes + self.summed_all
 
     @property

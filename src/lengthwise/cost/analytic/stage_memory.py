@@ -108,14 +108,21 @@ def backward_bytes(
 
 
 def backward_lines(
-    layers: Sequence[LayerBytes], model: ModelSpec, *, degree: int, widths: tuple[int, int], tile_tokens: int
+    layers: Sequence[LayerBytes],
+    model: ModelSpec,
+    *,
+    degree: int,
+    widths: tuple[int, int],
+    tile_tokens: int,
+    is_last: bool = False,
 ) -> list[Line]:
     """What the backwards of ``layers`` take beyond what is on the device between the passes, at each of its moments.
 
     A feed-forward in tiles takes the gradients of its output and its input, and of one tile what it saved and the
-    gradients of that; none of it is there when attention's backward runs.
+    gradients of that; none of it is there when attention's backward runs. ``is_last``: nothing comes from the host any
+    more but what the layer in its backward itself had there.
     """
-    moving = moving_bytes(layers)
+    moving = {layer: layer.on_host for layer in layers} if is_last else moving_bytes(layers)
     plain = [
         backward_bytes(layer.volume, layer.method, model, degree=degree, widths=widths)
         + layer.is_recomputed * layer.needed
@@ -129,8 +136,12 @@ def backward_lines(
             again = layer.is_recomputed * layer.needed + moving[layer]
             tile = _tile_bytes(layer.method, model, degree=degree, width=widths[0])
             outside = 2 * model.hidden_size * widths[0] / degree
+            is_there = layer.is_recomputed * layer.volume.input_bytes  # the input, which is also what its norm needs
             attention = _attention_bytes(layer, model, degree=degree, widths=widths)
-            lines += [Line(0.0, again + outside, tile, tile_tokens * degree), Line(0.0, again + attention)]
+            lines += [
+                Line(layer.summed, again + outside, tile, tile_tokens * degree),
+                Line(0.0, again - is_there + attention),
+            ]
     return lines
 
 
@@ -152,7 +163,8 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     if layer.volume.live_bytes and layer.method is not Method.MEGATRON_TS:
         return layer.volume.live_bytes + queries * (2 * master + 6 * width + 4) / degree
     gradients = (queries * (2 * width + 4) + (2 * keys + model.hidden_size) * width) / degree
-    return layer.volume.live_bytes + gradients
+    gathered = 1 if layer.method is Method.MEGATRON_TS and degree > 1 else 0  # of three, once the output's is used
+    return layer.volume.live_bytes - gathered * model.hidden_size * width + gradients
 
 
 def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
