@@ -67,10 +67,11 @@ def grpo(items):
     return gradients_of(run, step)
 
 
-def rows(name, keys):
+def rows(name, *keys, content=None):
+    """A dataset of given rows, or of four with these columns of text."""
     import datasets
 
-    content = [{key: f"{number} {key}" for key in keys} for number in range(4)]
+    content = content or [{key: f"{number} {key}" for key in keys} for number in range(4)]
     return datasets.Dataset(datasets.table.InMemoryTable.from_pylist(content), fingerprint=name)
 
 
@@ -120,7 +121,7 @@ def test_dpo_has_the_gradients_of_trl(ranks, trl, tmp_path):
     model = llama(0)
     trainer = trl.DPOTrainer(
         model, llama(1), args=settings(trl.DPOConfig, tmp_path, beta=BETA), processing_class=tokenizer(),
-        train_dataset=rows("pairs", ("prompt", "chosen", "rejected")),
+        train_dataset=rows("pairs", "prompt", "chosen", "rejected"),
     )  # fmt: skip
     batch = trainer.data_collator([dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), part)) for part in parts])
     loss = trainer.compute_loss(trainer.model, batch)
@@ -134,7 +135,7 @@ def test_grpo_has_the_gradients_of_trl(ranks, trl, tmp_path):
     model, sizes = llama(0), {"num_generations": 4, "per_device_train_batch_size": 8}
     trainer = trl.GRPOTrainer(
         model, lambda **batch: [0.0], args=settings(trl.GRPOConfig, tmp_path, loss_type="dapo", **sizes),
-        processing_class=tokenizer(), train_dataset=rows("prompts", ("prompt",)),
+        processing_class=tokenizer(), train_dataset=rows("prompts", "prompt"),
     )  # fmt: skip
     trainer.current_gradient_accumulation_steps = 1
     trainer.beta = BETA  # at first it is 0, for its reference is read from a folder
@@ -160,3 +161,45 @@ def test_grpo_has_the_gradients_of_trl(ranks, trl, tmp_path):
         masks = {"mask": is_answer[number][kept].long().numpy(), "advantage": float(advantage[number])}
         items.append({"input_ids": ids[number][kept].tolist(), **masks, **padded})
     assert_equal(ranks(2).run(grpo, items), loss, model)
+
+
+def sft_trainer(trl, folder):
+    """TRL's trainer of four steps over prompts and answers, of which the answers have a loss."""
+    options = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "logging_steps": 1,
+    }
+    options |= {
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "completion_only_loss": True,
+        "save_strategy": "no",
+    }
+    rng = np.random.default_rng(2)
+    content = [
+        {"input_ids": rng.integers(2, 40, length).tolist(), "completion_mask": [0, *[1] * (length - 1)]}
+        for length in rng.integers(3, 20, 4).tolist()  # all of them in every step, in whatever order
+    ]
+    data = rows("answers", content=content)
+    return trl.SFTTrainer(
+        llama(0), args=settings(trl.SFTConfig, folder, **options), train_dataset=data, processing_class=tokenizer()
+    )
+
+
+def test_the_trainer_goes_on_with_what_sft_prepared(trl, tmp_path):
+    import lengthwise
+
+    losses = []
+    for name in ("theirs", "ours"):
+        trainer = sft_trainer(trl, tmp_path / name)
+        if name == "ours":
+            trainer = lengthwise.Trainer(
+                model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset,
+                data_collator=trainer.data_collator,
+            )  # fmt: skip
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-5), "logs are in float32"

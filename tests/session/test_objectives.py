@@ -73,6 +73,8 @@ BAD_ITEMS = {
     "old_logps of item 0 is nan at token 0": [[GOOD | {"old_logps": np.full(LENGTH, np.nan)}], []],
     "item 0 of rank 1 has 61 tokens, over 60": [[GOOD], [sequence(np.random.default_rng(0), 61)]],
     "run.step takes a list of items": [[GOOD], GOOD],
+    "items of this rank could not be read (TypeError: 'int' object is not iterable)": [[GOOD], 5],
+    "items of this rank could not be read (ValueError: invalid literal": [map(int, ["no number"]), [GOOD]],
 }  # fmt: skip
 BAD_PAIRS = {
     "item 1 of rank 0 has 62 tokens, over 60": [

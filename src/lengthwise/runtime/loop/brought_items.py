@@ -100,12 +100,8 @@ class ItemExchange:
             InputError: an item cannot be used or is too long, or no rank has an item.
             CheckError: ranks call different things.
         """
-        world, problem = self._world, None
-        rows = list[list[SequenceColumns]]()
-        try:
-            rows = self._read_items([] if items is None else items)
-        except LengthwiseError as error:
-            problem = error
+        world = self._world
+        rows, problem = self._read([] if items is None else items)
         said = [int(items is None)]
         reports = sync_ranks(world, operation, step, values=said, note=problem.marked if problem else "")
         reports.check_same()
@@ -151,6 +147,17 @@ class ItemExchange:
         )
         self._check_lengths(brought)
         return brought
+
+    def _read(self, items: Iterable[Any]) -> tuple[list[list[SequenceColumns]], LengthwiseError | None]:
+        """The sequences of this rank's items, or why they cannot be read, which other ranks have to be told."""
+        try:
+            return self._read_items(items), None
+        except LengthwiseError as error:
+            return [], error
+        except Exception as error:  # an iterator of the user's own may raise anything
+            problem = InputError(f"items of this rank could not be read ({type(error).__name__}: {error})")
+            problem.__cause__ = error
+            return [], problem
 
     def _shared(self, item: list[SequenceColumns]) -> tuple[int, int] | None:
         """Slots of a unit in which what its sequences share is once, and pairs of them; None: nothing is shared."""

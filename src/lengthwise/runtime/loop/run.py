@@ -152,10 +152,10 @@ class Run(WatchedModel):
             self._step = step
             yield step
 
-    def step(self, items: Iterable[Any]) -> Step:
+    def step(self, items: Iterable[Any] | None) -> Step:
         """Plan and begin a step of the items that the ranks bring: such as rollouts, or a batch of a ``DataLoader``.
 
-        Each rank gives items of its own, as those of the corpus are: any number, none too. All of them together are
+        Each rank gives items of its own, as those of the corpus are: any number, none too (or None). All of them together are
         one global batch. An item is sent to the ranks that compute it. If ``update()`` returns None, for a rank ran
         out of memory, call this again with the same items; :meth:`steps` does so by itself.
 
@@ -164,7 +164,7 @@ class Run(WatchedModel):
             CheckError: a step was given up too often, or ranks make different calls.
         """
         self._leave_unfinished()
-        step = self._step_of(items)
+        step = self._step_of(() if items is None else items)
         assert step is not None, "there are items, if none"
         self._step = step
         return step
@@ -187,7 +187,7 @@ class Run(WatchedModel):
         return self._plan()
 
     @errors_spelt(as_option)
-    def score(self, items: Iterable[Any], values_of: ValuesOf, *, per: Per = "token") -> list[Any]:
+    def score(self, items: Iterable[Any] | None, values_of: ValuesOf, *, per: Per = "token") -> list[Any]:
         """Compute something of items with the weights of the moment, without a backward, and without dropout.
 
         Such as log-probabilities of rollouts, rewards or embeddings. Each rank gives items of its own, any number of
@@ -206,6 +206,7 @@ class Run(WatchedModel):
             CheckError: a step is being computed, or ranks make different calls.
         """
         self._come_between_steps("run.score()")
+        items = () if items is None else items
         brought = self.items.gather(items, self.next_step, RankOperation.SCORE)
         assert brought is not None, "there are items, if none"
         plan, clock = self.items.plan_forwards(brought.batch), StepClock(self.world)
