@@ -155,9 +155,9 @@ class Run(WatchedModel):
     def step(self, items: Iterable[Any] | None) -> Step:
         """Plan and begin a step of the items that the ranks bring: such as rollouts, or a batch of a ``DataLoader``.
 
-        Each rank gives items of its own, as those of the corpus are: any number, none too (or None). All of them together are
-        one global batch. An item is sent to the ranks that compute it. If ``update()`` returns None, for a rank ran
-        out of memory, call this again with the same items; :meth:`steps` does so by itself.
+        Each rank gives items of its own, as those of the corpus are: any number, none too (or None). All of them
+        together are one global batch. An item is sent to the ranks that compute it. If ``update()`` returns None, for a
+        rank ran out of memory, call this again with the same items; :meth:`steps` does so by itself.
 
         Raises:
             InputError: an item cannot be used, is longer than ``step_max_length``, or no rank has one.
