@@ -3,14 +3,18 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.specs import cluster_preset
+from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run_state import MicroBatchTiming
 from lengthwise.session.online_calibration import EVERY, OnlineCalibration
@@ -153,3 +157,26 @@ def test_refined_costs_are_costs_with_other_factors():
     limit = base.memory_limit_bytes
     assert cost.peak_bytes(most, SHARED, num_devices=2) <= limit < cost.peak_bytes(most + 1, SHARED, num_devices=2)
     assert most == pytest.approx(limit / (3 / 2), rel=1e-3)  # half a byte a token, three times
+
+
+def test_a_host_without_room_is_planned_around():
+    cluster, spec = cluster_preset("4xH100-80GB"), model_preset("llama-3-8b")
+
+    def plan_with(cost):
+        space = SearchSpace(max_stages=1, methods=(Method.ULYSSES_Z,))
+        problem = make_problem(
+            cost, cluster=cluster, num_layers=spec.num_layers, max_length=100_000, search_space=space,
+            samples=[np.array([100_000])],
+        )  # fmt: skip
+        return Planner(policy="static", problem=problem)
+
+    watch = OnlineCalibration(
+        SimpleNamespace(is_first=True), AnalyticCost(model=spec, cluster=cluster, state_on_host=True), plan_with
+    )
+    batch = GlobalBatch(step=3, ids=(0,), lengths=(100_000,))
+    plan = watch(batch)
+    assert plan.pipelines[0].scheme_of(plan.pipelines[0].micro_batches[0]).offload
+    watch.refuse(plan, (MicroBatchFailure(rank=2, pipeline=0, micro_batch=0, on_host=True),))
+    again = watch(batch)
+    assert not any(p.scheme_of(m).offload for p in again.pipelines for m in p.micro_batches)
+    assert "the host of rank 2 has no memory" in watch.events[-1]["event"] and not watch.cost.bytes_factors

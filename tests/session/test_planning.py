@@ -10,7 +10,7 @@ import pytest
 from lengthwise.config.run_config import check, load
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import LinkSpeed, LinkSpeeds, ProfileRow, ProfileTable, SharedRows
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import cluster_preset, model_preset
@@ -22,8 +22,9 @@ from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
-from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans
+from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, resolve_cluster
 from lengthwise.session.profile_model import packs_to_measure, shared_schemes
+from lengthwise.session.state_placement import with_planned_state
 from lengthwise.session.trained_model import resolve_model
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.sim_options import SimOptions
@@ -341,3 +342,26 @@ def test_links_that_were_measured_take_the_place_of_those_of_the_data_sheet(tmp_
     assert (call_s(2, cluster), collective_bytes_per_s(2, cluster)) == (0.5, pytest.approx(4e6))
     assert cluster.device.network_call_s == cluster_preset("2xcpu").device.network_call_s
     assert with_measured_links(cluster, None) == cluster
+
+
+def planned_state(longest, *overrides):
+    """The place of the optimizer's state once a 7B is planned on two H100s, and the longest sequence that fits."""
+    settings = ["cluster.name=2xH100-80GB", "plan.max_stages=1", "train.dtype=bfloat16", *overrides]
+    config = load(None, settings)
+    spec, cluster = model_preset("llama-7b"), resolve_cluster(config)
+    part = replace(
+        TWO_SEQUENCES.parts[0],
+        view=apply_max_length(LengthIndex(lengths=np.array([5, longest])), max_length=None, rule="error"),
+    )
+    cost = make_cost(config, spec, cluster)
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=Corpus(parts=(part,)))
+    return with_planned_state(config, planner.problem).train.offload_state, planner.problem.leanest.max_tokens
+
+
+def test_the_state_moves_to_the_host_where_the_longest_sequence_needs_it():
+    assert planned_state(1000, "train.offload_state=device")[0] == "device"
+    assert planned_state(1000)[0] == "auto"
+    with pytest.raises(InfeasibleError):
+        planned_state(400_000, "train.offload_state=device")
+    place, longest = planned_state(400_000)
+    assert place == "host" and longest >= 400_000
