@@ -89,9 +89,12 @@ def assert_same(found, expected, rung):
     assert (copied > 0) == (rung not in ("keep", "recompute"))
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_each_rung_trains_the_same_to_the_last_bit(selective):
-    options = {"recompute": "selective" if selective else "none"}
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "none"}, {"recompute": "selective"}, pytest.param({"feed_forward_tile": 5}, marks=pytest.mark.deep)],
+    ids=str,
+)
+def test_each_rung_trains_the_same_to_the_last_bit(options):
     expected = train(models.gpt, "keep", **options)
     for rung in RUNGS:
         if rung != "keep":

@@ -1,5 +1,7 @@
 """Feed-forward modules in tiles: the same gradients, and fewer bytes for the backward."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,49 @@ def test_tiles_keep_the_input_of_feed_forward_modules_alone():
     inside = 3 * 64 * (2 * 48) * 8  # of each of three layers, before and after the activation
     assert saved_bytes(None) - saved_bytes(16) == inside
     assert saved_bytes(None) == saved_bytes(64)
+
+
+def planned(tile_tokens, option=4, by_scheme=False):
+    """Losses, weights and the sizes of tiles under a plan that says ``tile_tokens``."""
+    run = prepared(
+        models.rows(16), model=models.gpt(), feed_forward_tile=option, cost=SimpleCost(capacity=100), **OPTIONS
+    )
+    made, sizes = run.planner, set()
+
+    def plan(batch):
+        def changed(pipeline):
+            if by_scheme:
+                return replace(pipeline, scheme=replace(pipeline.scheme, tile_tokens=tile_tokens))
+            return replace(
+                pipeline, micro_batches=tuple(replace(m, tile_tokens=tile_tokens) for m in pipeline.micro_batches)
+            )
+
+        step_plan = made(batch)
+        return replace(step_plan, pipelines=tuple(map(changed, step_plan.pipelines)))
+
+    run.planner = plan
+    for block in run.model.blocks:
+        block.mlp[0].register_forward_pre_hook(lambda module, args: sizes.add(args[0].shape[1]))
+    try:
+        return step_through(run)[0], weights_of(run.model), sizes
+    finally:
+        run.close()
+
+
+def test_a_plan_says_how_many_tokens_a_tile_has():
+    """7 divides nothing; 10,000 is more than there are; 0 is all; nothing said is what the model was prepared with."""
+    losses, weights, whole = planned(0)
+    for tile, by_scheme in ((7, False), (1, False), (10_000, False), (None, False), (9, True)):
+        found, moved, sizes = planned(tile, by_scheme=by_scheme)
+        np.testing.assert_allclose(found, losses, rtol=1e-11)
+        assert_equal_weights(moved, weights)
+        assert max(sizes) == (max(whole) if tile == 10_000 else tile or 4)
+    assert max(whole) > 40
+
+
+def test_tiles_of_a_plan_need_modules_that_were_compared():
+    with pytest.raises(InputError, match="in tiles of 7 tokens, and no module of this model was compared in tiles"):
+        planned(7, option=None)
 
 
 def test_models_of_transformers_are_tiled_where_they_can_be():

@@ -86,7 +86,8 @@ class PrepareOptions(
     same, but what attention computed is kept. (Configurations have no selective.)"""
     feed_forward_tile: int | None = Field(default=None, ge=1)
     """Tokens that feed-forward modules compute at once, forward and backward: they keep their input alone and compute
-    each tile again in the backward, so that longer sequences fit. None: all tokens."""
+    each tile again in the backward, so that longer sequences fit. None: all tokens. A plan may say other sizes of tiles
+    for a micro-batch."""
     profile: str | PathLike[str] | None = None
     """The file that keeps the measurements; None: one in ~/.cache/lengthwise. (A configuration's plan.profile is
     measured beforehand by `lengthwise profile`.)"""

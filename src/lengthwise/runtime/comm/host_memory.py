@@ -95,6 +95,34 @@ class RunningSums:
         _add(total, copy.wait(), places)
 
 
+class UnitSums:
+    """Gradients of one unit of a model on the device, until a backward comes to another; then they go to the host.
+
+    What a backward adds to a parameter in several parts, such as tiles of tokens, is added up on the device first.
+    """
+
+    def __init__(self, sums: RunningSums, dtype: torch.dtype) -> None:
+        """``dtype``: in which parts are added."""
+        self._sums, self._dtype = sums, dtype
+        self._unit: int | None = None
+        self._parts: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(self, name: str, unit: int, total: Tensor, gradient: Tensor) -> None:
+        """Let ``gradient``, which nobody else uses, of a parameter of ``unit`` be added to ``total``."""
+        if unit != self._unit:
+            self.flush()
+            self._unit = unit
+        if name in self._parts:
+            gradient = self._parts[name][1].to(self._dtype).add_(gradient)
+        self._parts[name] = total, gradient
+
+    def flush(self) -> None:
+        """Start to add all that is there."""
+        parts, self._parts = self._parts, {}
+        while parts:
+            self._sums.add(*parts.pop(next(iter(parts))))
+
+
 def _add(total: Tensor, addend: Tensor, places: Places | None) -> None:
     with torch.no_grad():
         if places is None:

@@ -75,10 +75,13 @@ def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[
     ]
 
 
-def check_executable(plan: StepPlan, num_layers: int, num_ranks: int, *, stage_problem: str) -> None:
-    """Raise ``InputError`` unless the plan's ranks, stages and methods suit a third-party model.
+def check_executable(
+    plan: StepPlan, num_layers: int, num_ranks: int, *, stage_problem: str, has_tiles: bool = False
+) -> None:
+    """Raise ``InputError`` unless the plan's ranks, stages, methods and tiles suit a third-party model.
 
-    ``stage_problem``: why it cannot be cut into stages; an empty string if it can.
+    ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
+    are known, and compared, that compute tiles.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
@@ -94,6 +97,13 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int, *, stage_p
             raise InputError(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
+            )
+        tile = max((pipeline.scheme_of(m).tile_tokens for m in pipeline.micro_batches), default=0)
+        if tile and not has_tiles:
+            raise InputError(
+                f"{where}: pipelines[{number}] computes feed-forwards in tiles of {tile:,} tokens, and no module of "
+                "this model was compared in tiles; give feed_forward_tile= to prepare(...), which plans then override, "
+                "or plan without tiles"
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):

@@ -388,7 +388,8 @@ class Run(WatchedModel):
         num_layers = self.wrapped_model.structure.num_layers
         unchecked = "" if self.check_stages is not None else "its stages were not compared with the whole model"
         unchecked = unchecked if self.coupling is None else "coupled_loss= couples its micro-batches"
-        check_executable(plan, num_layers, self.world.size, stage_problem=self.stage_problem or unchecked)
+        problem, has_tiles = self.stage_problem or unchecked, self.wrapped_model.tiles is not None
+        check_executable(plan, num_layers, self.world.size, stage_problem=problem, has_tiles=has_tiles)
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
             if len(cut) > 1 and self.check_stages is not None and not self.is_cuttable:

@@ -18,7 +18,7 @@ are the master weights.
 
 With ``on_host``, ``master``, ``pushed`` and the optimizer's state lie in host memory, and the update runs there (as in
 ZeRO-Offload, arXiv 2101.06840). Gradients are copied out as pushes end; one rank alone has no sums on its device: the
-gradient of a parameter goes when a backward has made it. Weights come to the device in the compute dtype, unit by unit.
+gradients of a unit go when a backward comes to another. Weights come to the device in the compute dtype, unit by unit.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.group import AsyncResult
-from lengthwise.runtime.comm.host_memory import RunningSums
+from lengthwise.runtime.comm.host_memory import RunningSums, UnitSums
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
@@ -80,7 +80,8 @@ class ShardedState(ShardedWeights):
         is_whole = settings.needs_whole_parameters
         layout = table.whole_parameters(world.size) if is_whole else table.sharded(world.size)
         super().__init__(model, world, table, layout=layout, at_least=torch.float32, on_host=on_host)
-        self.sums = RunningSums(on_host=on_host)
+        self._of_unit = UnitSums(sums := RunningSums(on_host=on_host), self.master_dtype)
+        self.sums = sums
         """Adds to ``pushed`` what pushes bring."""
         self.settings = settings
         self._is_alone = world.size == 1
@@ -191,14 +192,14 @@ class ShardedState(ShardedWeights):
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
         if self._is_alone:
-            self.sums.finish()
+            self._settle()
             return
         self.finish_pull()
         while self._next_push >= 0:
             self._wait_for_pushes(PUSHES_UNDER_WAY - 1)
             self.push_from(self._next_push)
         self._wait_for_pushes(0)
-        self.sums.finish()
+        self._settle()
         self.gradients.zero_()
 
     def _wait_for_pushes(self, num_left: int) -> None:
@@ -221,13 +222,13 @@ class ShardedState(ShardedWeights):
 
     def discard_gradient(self) -> None:
         """Forget what backwards added since the last push, and a push that no update followed."""
-        self.sums.finish()
+        self._settle()
         self.gradients.zero_()
         self._next_push = self.table.num_units - 1
 
     def take_gradient(self) -> Tensor:
         """Take the gradient that backwards added on this rank since the last push, in float64, and clear it."""
-        self.sums.finish()
+        self._settle()
         gradient = self.gradients.to(self.world.device, torch.float64, copy=True)
         self.discard_gradient()
         return gradient
@@ -243,12 +244,12 @@ class ShardedState(ShardedWeights):
     def gradient_version(self) -> int:
         """Version counter that grows with every change of gradients."""
         if self._is_alone:
-            self.sums.finish()
+            self._settle()
         return self.gradients._version
 
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
-        self.sums.finish()
+        self._settle()
         self.pushed.zero_()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
@@ -355,6 +356,11 @@ class ShardedState(ShardedWeights):
         self._weight_views[name] = parameter.data
         self.collect_gradient(name, self.gradients[at].view(shape))
 
+    def _settle(self) -> None:
+        """Wait until all gradients that go to the host are added there."""
+        self._of_unit.flush()
+        self.sums.finish()
+
     def collect_gradient(self, name: str, view: Tensor | None) -> None:
         """Let backwards add the gradient of a parameter to ``view``; None: it is not to have one."""
         if view is None:
@@ -366,11 +372,15 @@ class ShardedState(ShardedWeights):
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
         """A hook that moves a parameter's finished gradient into the buffer of higher precision, or to the host."""
-        sums = self.sums if self._is_alone else RunningSums(on_host=False)
+        on_device, unit = RunningSums(on_host=False), self.table.slots[name].unit
+        leaves_device = self.on_host and self._is_alone
 
         def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            sums.add(self._grad_views[name], parameter.grad)
-            parameter.grad = None
+            view, gradient, parameter.grad = self._grad_views[name], parameter.grad, None
+            assert gradient is not None
+            if leaves_device:
+                self._of_unit.add(name, unit, view, gradient)
+            else:
+                on_device.add(view, gradient)
 
         return add

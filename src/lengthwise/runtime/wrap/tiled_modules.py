@@ -35,7 +35,7 @@ class _Observed:
 
 @dataclass(eq=False)
 class TiledModules:
-    """The feed-forward modules of a model's layers, which compute ``tile`` slots at a time.
+    """The feed-forward modules of a model's layers, which compute ``tile`` slots at a time, or what a plan says.
 
     Between the start and :meth:`choose`, forwards of micro-batches show which modules can: those that map one tensor
     [1, t, H] to another without attention or noise.
@@ -43,7 +43,7 @@ class TiledModules:
 
     layers: nn.ModuleList
     tile: int
-    """Slots that are computed at once."""
+    """Slots that are computed at once in micro-batches whose plan says nothing about it."""
     is_plain: Callable[[], bool]
     """Whether the model computes as before it was prepared."""
     _observed: list[_Observed] = field(default_factory=list, init=False)
@@ -95,10 +95,11 @@ class TiledModules:
             return forward(*args, **kwargs)
         if not self._is_chosen:
             return _observe(observed, forward, args, kwargs)
-        (x,) = args
-        if x.shape[1] <= self.tile:
+        (x,), planned = args, shards.current().tile_tokens
+        tile = self.tile if planned is None else planned
+        if not tile or x.shape[1] <= tile:
             return forward(x)
-        parts = x.split(self.tile, dim=1)
+        parts = x.split(tile, dim=1)
         if not torch.is_grad_enabled():
             return torch.cat([forward(part) for part in parts], dim=1)
         outs = [checkpoint(forward, part, use_reentrant=False, preserve_rng_state=False) for part in parts]
