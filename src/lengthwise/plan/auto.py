@@ -29,6 +29,7 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
+from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, drafts_of_step
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
@@ -53,6 +54,8 @@ FEW_DEVICES = 128
 """Devices up to which strategies are proposed for the corpus of parts of the search space too."""
 WAITED_STRATEGIES = 2
 """How many strategies of the corpus are planned at most where training waits, the most promising first."""
+FEW_REPACKED, MOST_REPACKED, REPACK_S = 32, 4, 0.03
+"""Most sequences of a step whose fastest few plans are packed anew, how few, and about so many seconds that takes."""
 MOST_GAIN_S = 60.0
 """Most seconds to gain that count, as where there is no plan so far."""
 
@@ -117,6 +120,9 @@ class AutoPolicy:
                     drafts.append((draft, draft_s))
                     best_s = min(best_s, draft_s)
         assert drafts, "some policy holds every sequence that the search space holds"
+        if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
+            drafts += _repacked(priced, drafts)
+            best_s = _least_s(drafts)
         best, best_s = min((draft for draft in drafts if draft[1] <= best_s * margin), key=simplest_first)
         best, _ = self.runs.improve(priced, best, best_s)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
@@ -162,8 +168,19 @@ def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -
 def _num_pools(priced: PricedBatch, gain_s: float) -> int:
     """How many pools are worth searching for a step that may become ``gain_s`` seconds faster."""
     pool_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
-    share = WAITED_SHARE if priced.problem.is_waited_for else SEARCH_SHARE
-    return int(share * min(gain_s, MOST_GAIN_S) / pool_s)
+    return int(_search_share(priced) * min(gain_s, MOST_GAIN_S) / pool_s)
+
+
+def _search_share(priced: PricedBatch) -> float:
+    """The seconds that a search may take of each that it may gain."""
+    return WAITED_SHARE if priced.problem.is_waited_for else SEARCH_SHARE
+
+
+def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
+    """The fastest few draft plans with their slowest pipelines packed anew, and their seconds."""
+    fastest = sorted(drafts, key=lambda draft: draft[1])[:MOST_REPACKED]
+    anew = [DraftPlan(phases=tuple([repacked(priced, phase) for phase in draft.phases])) for draft, _ in fastest]
+    return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
 
 
 def _drafted(

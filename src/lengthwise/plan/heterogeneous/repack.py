@@ -1,0 +1,78 @@
+"""Packs of few sequences, searched by what pipelines really take.
+
+Sequences are dealt and packed for the flow-shop time. Under 1F1B a pipeline of several stages ends earlier than that,
+and where sequences are few, another packing is then often faster.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lengthwise.plan.space.draft_plan import Phase, PipelineDraft, pack_times_s, pipeline_time_s
+from lengthwise.plan.space.problem import PricedBatch
+
+MOST_TRIED = 300
+"""Packings that are priced for a phase."""
+GAIN = 1e-9
+"""Relative gain that is worth a move: beyond rounding."""
+
+Packs = tuple[tuple[int, ...], ...]
+
+
+def repacked(priced: PricedBatch, phase: Phase) -> Phase:
+    """The phase with its slowest pipeline packed faster, then the one that is slowest now, while that helps.
+
+    Sequences move one at a time. Pipelines of one stage stay as they are, and those that pad or run packs as several
+    candidates.
+    """
+    times_s, left = [_time_s(priced, pipeline) for pipeline in phase], MOST_TRIED
+    improved = list(phase)
+    while left > 0:
+        slowest = max(range(len(phase)), key=lambda number: times_s[number])
+        pipeline = improved[slowest]
+        if pipeline.candidate.num_stages == 1 or pipeline.padded_to or pipeline.runs:
+            break
+        improved[slowest], faster_s, left = _faster(priced, pipeline, times_s[slowest], left)
+        if faster_s == times_s[slowest]:
+            break
+        times_s[slowest] = faster_s
+    return tuple(improved)
+
+
+def _faster(
+    priced: PricedBatch, pipeline: PipelineDraft, time_s: float, most_tried: int
+) -> tuple[PipelineDraft, float, int]:
+    """The pipeline after moves that make it faster, its seconds, and how many packings may still be priced."""
+    limit, lengths, moved = pipeline.candidate.max_tokens, priced.batch.lengths, True
+    while moved:
+        moved = False
+        for packs in _moves(pipeline.packs):
+            if any(sum(lengths[position] for position in pack) > limit for pack in packs):
+                continue
+            if most_tried <= 0:
+                return pipeline, time_s, 0
+            most_tried -= 1
+            option = replace(pipeline, packs=packs)
+            if (option_s := _time_s(priced, option)) < time_s * (1 - GAIN):
+                pipeline, time_s, moved = option, option_s, True
+                break
+    return pipeline, time_s, most_tried
+
+
+def _moves(packs: Packs) -> Iterator[Packs]:
+    """The packs with one sequence in a pack of its own, or in another pack."""
+    for number, pack in enumerate(packs):
+        others = [*packs[:number], *packs[number + 1 :]]
+        for position in pack:
+            rest = tuple([other for other in pack if other != position])
+            if rest:
+                yield (*others, rest, (position,))
+            for target in range(len(others)):
+                joined = (*others[:target], (*others[target], position), *others[target + 1 :])
+                yield (*joined, rest) if rest else joined
+
+
+def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
+    """Seconds of the pipeline's packs."""
+    times_s, candidate = sorted(pack_times_s(priced, pipeline), reverse=True), pipeline.candidate
+    forwards = [candidate.forwards] * len(times_s)
+    return pipeline_time_s(times_s, candidate.num_stages, priced.problem.objective, forwards=forwards)
