@@ -20,7 +20,7 @@ from balanced_dynamic_batches import recomputing, tuned
 from method_ranks import Ranks
 from pages import Section, at_least, at_most, say, write
 
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import GlobalBatch, attention_length
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
@@ -33,6 +33,8 @@ from lengthwise.session.planning_args import find_cluster
 TITLE = "Batches of one's own: plans of rollouts"
 CLUSTER, SHORTEST, CAP = "8x8xH100-80GB", 1024, 32_768
 MODELS = ("llama-7b", "llama-13b")
+UNITS = ((64, 2), (256, 2), (16, 8), (64, 8))
+"""Units of a step that a loss couples, and members of each."""
 ROLLOUTS = ((16, 8), (64, 8), (64, 16))
 """Prompts of a step, and rollouts of each."""
 FIRST = (
@@ -58,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     steps = 1 if options.quick else 4
-    sections = [say(simulated(steps)), say(planning_times()), *map(say, measured(steps))]
+    sections = [say(simulated(steps)), say(members_apart(steps)), say(planning_times()), *map(say, measured(steps))]
     write("objectives", title=TITLE, first=FIRST + (" **A quick run.**" if options.quick else ""), sections=sections)
 
 
@@ -129,6 +131,50 @@ def side_times_s(problem: PlanningProblem, batches: Sequence[PricedBatch]) -> tu
         times_s[side] = fmean(plan.time_s for plan in plans)
         gap = fmean(float(plan.gap) for plan in plans) if side == "auto" else gap
     return times_s, gap
+
+
+def members_apart(steps: int) -> Section:
+    """Units that a loss couples, planned whole and member by member."""
+    rows = []
+    for units, members in UNITS:
+        rng = np.random.default_rng(3)
+        lengths = [drawn(rng, units * members).reshape(units, members) for _ in range(steps)]
+        whole, apart = (planned_times_s(lengths, is_whole=is_whole) for is_whole in (True, False))
+        gain = fmean(theirs / ours for theirs, ours in zip(whole, apart))
+        rows.append((units, members, f"{fmean(whole):.2f} s", f"{fmean(apart):.2f} s", f"{gain:.3f}x"))
+    return Section(
+        title="Members of units apart, simulated",
+        text="Seconds of a step of llama-7b under `auto` where the members of a unit share a micro-batch, and where "
+        "`coupled_loss=` lets each be planned by itself, every member of a length of its own; no forward is computed "
+        "twice.",
+        head=("units", "members", "whole", "apart", "faster"),
+        rows=rows,
+        after="A second forward, for micro-batches whose graph does not fit until all are done, costs up to a third "
+        "of a step (a quarter where layers are recomputed anyway): more than pairs gain. So units that fit, and whose "
+        "loss couples nothing else, are better whole; `coupled_loss=` is for those that do not fit and for losses of "
+        "the whole batch.",
+    )
+
+
+def planned_times_s(steps: Sequence[np.ndarray], *, is_whole: bool) -> list[float]:
+    """Seconds of steps of units, by lengths of their members [units, members]."""
+    cluster, spec = find_cluster(CLUSTER), model_preset("llama-7b")
+    planned = [lengths.sum(1) if is_whole else lengths.reshape(-1) for lengths in steps]
+    space = SearchSpace(head_layers=spec.head_layers, methods=(Method.ULYSSES, Method.RING))
+    problem = make_problem(
+        AnalyticCost(model=spec, cluster=cluster, dtype="bfloat16"), cluster=cluster, num_layers=spec.num_layers,
+        max_length=max(int(lengths.max()) for lengths in planned), search_space=space, samples=planned,
+    )  # fmt: skip
+    planner, times_s = Planner(policy="auto", problem=replace(problem, is_waited_for=True)), []
+    for step, (lengths, of_members) in enumerate(zip(planned, steps)):
+        pairs = (of_members * (of_members + 1) // 2).sum(1)
+        attended = [attention_length(int(n), int(count)) for n, count in zip(lengths, pairs)] if is_whole else None
+        batch = GlobalBatch(
+            step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()),
+            attention_lengths=None if attended is None else tuple(attended),
+        )  # fmt: skip
+        times_s.append(planner(batch).time_s)
+    return times_s
 
 
 def planning_times() -> Section:
