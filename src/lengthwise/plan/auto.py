@@ -41,6 +41,7 @@ from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.shared_work import shared_work, work_shares
 
 TUNED = ("static", "packed", "hotspa")
 """Policies whose equal pipelines are strategies too."""
@@ -122,8 +123,7 @@ class AutoPolicy:
         assert drafts, "some policy holds every sequence that the search space holds"
         if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
             drafts += _repacked(priced, drafts)
-            best_s = _least_s(drafts)
-        best, best_s = min((draft for draft in drafts if draft[1] <= best_s * margin), key=simplest_first)
+        best, best_s = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         best, _ = self.runs.improve(priced, best, best_s)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
@@ -200,6 +200,26 @@ def _drafted(
 
 def _least_s(drafts: Sequence[tuple[DraftPlan, float]]) -> float:
     return min((time_s for _, time_s in drafts), default=np.inf)
+
+
+def _as_good(
+    priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], of_ratios: float
+) -> list[tuple[DraftPlan, float]]:
+    """The draft plans that are slower than the fastest by no more than the error of the difference.
+
+    Of what both compute by the same kinds of schemes, prices are off alike; so ``of_ratios``, the error of the ratio of
+    two unlike micro-batches, counts for the rest of their work.
+    """
+    fastest, best_s = min(drafts, key=lambda draft: draft[1])
+    if not of_ratios:
+        return [draft for draft in drafts if draft[1] <= best_s]
+    work = work_shares(priced, fastest)
+
+    def error_to(draft: DraftPlan) -> float:
+        return of_ratios * (1 - shared_work(work, work_shares(priced, draft)))
+
+    near = (draft for draft in drafts if draft[1] <= best_s * (1 + of_ratios))
+    return [(draft, draft_s) for draft, draft_s in near if draft_s <= best_s * (1 + error_to(draft))]
 
 
 def simplest_first(draft: tuple[DraftPlan, float]) -> tuple[int, int, float]:

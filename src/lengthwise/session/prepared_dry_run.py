@@ -94,11 +94,14 @@ class PreparedDryRun:
         self, plan: StepPlan, cost: DualLayerCost, row: dict[str, Any], num_kept: int
     ) -> dict[str, Any]:
         """What a rank did in its step, and what the cost models say of it."""
-        state = _state_parts(cost, plan.num_devices, num_kept)
-        peaks = [_activation_bytes(cost, pipeline) for pipeline in plan.pipelines if row["rank"] in pipeline.ranks]
-        predicted: dict[str, Any] = {"peak_bytes": state, "peak_total_bytes": None, "flops": {}, "sent_bytes": {}}
-        if peaks:
-            predicted["peak_total_bytes"] = sum(state.values()) + max(peaks)
+        predicted: dict[str, Any] = {"peak_bytes": {}, "peak_total_bytes": None, "flops": {}, "sent_bytes": {}}
+        pipeline = next((pipeline for pipeline in plan.pipelines if row["rank"] in pipeline.ranks), None)
+        scheme = uniform_scheme(cost.table.num_layers) if pipeline is None else pipeline.scheme
+        stage = 0 if pipeline is None else pipeline.ranks.index(row["rank"]) // scheme.degree
+        state = _state_parts(cost, scheme, stage, num_devices=plan.num_devices, num_kept=num_kept)
+        predicted["peak_bytes"] = state
+        if pipeline is not None:
+            predicted["peak_total_bytes"] = sum(state.values()) + _activation_bytes(cost, pipeline, stage)
         if self.analytic is not None:
             work = rank_work(plan, row["rank"], self.analytic)
             predicted["flops"] = {"products": work.matmul_flops, "attention": work.attention_flops}
@@ -176,17 +179,21 @@ def num_kept_in(cost: DualLayerCost, plan: StepPlan) -> int:
     return 0 if cost.gather is None else cost.gather.num_kept_in(cost.memory_limit_bytes, plan)
 
 
-def _activation_bytes(cost: DualLayerCost, pipeline: Pipeline) -> float:
+def _activation_bytes(cost: DualLayerCost, pipeline: Pipeline, stage: int) -> float:
     return max(
-        cost.micro_batch_bytes(micro_batch.pack.num_tokens, pipeline.scheme_of(micro_batch))
+        cost.micro_batch_bytes(micro_batch.pack.num_tokens, pipeline.scheme_of(micro_batch), stage=stage)
         for micro_batch in pipeline.micro_batches
     )
 
 
-def _state_parts(cost: DualLayerCost, num_devices: int, num_kept: int) -> dict[str, int]:
+def _state_parts(
+    cost: DualLayerCost, scheme: PipelineConfig, stage: int, *, num_devices: int, num_kept: int
+) -> dict[str, int]:
     """Predicted bytes of the model state by kind."""
     if cost.gather is None:
         parts = state_parts(cost.model, num_devices=num_devices, dtype=cost.dtype, on_host=cost.state_on_host)
+    elif scheme.num_stages > 1:
+        parts = cost.gather.stage_parts(num_devices, scheme.layers_of_stage(stage))
     else:
         parts = cost.gather.state_parts(num_devices, num_kept=num_kept)
     return dict(zip(("weights", "gradients", "optimizer"), parts))

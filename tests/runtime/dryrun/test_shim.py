@@ -25,6 +25,21 @@ def test_it_is_built_once(cache, monkeypatch):
     assert shim.built_shim(TORCH, torch.__version__) == built
 
 
+def test_without_a_home_that_can_be_written_it_is_built_for_the_process(monkeypatch):
+    monkeypatch.setenv("HOME", "/dev/null")
+    ran = []
+
+    def compile_shim(command, **_):
+        ran.append(command)
+        Path(command[-1]).write_bytes(b"shim")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", compile_shim)
+    built = shim.built_shim(TORCH, torch.__version__)
+    assert built.read_bytes() == b"shim" and len(ran) == 1
+    assert built != shim.built_shim(TORCH, torch.__version__), "nothing is left behind that others could find"
+
+
 def test_without_a_compiler_it_says_which_to_install(cache, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(InputError, match=r"needs a C\+\+ compiler once, and none of c\+\+, g\+\+, clang\+\+"):

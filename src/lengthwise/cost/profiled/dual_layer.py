@@ -297,9 +297,10 @@ class DualLayerCost(SeparableCost):
         ]
         return any(self.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
 
-    def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
-        """Bytes above those of the model state; with stages, of the stage that needs most."""
-        return max(line.fixed + line.per_token * num_tokens for line in self._lines_of(scheme))
+    def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig, *, stage: int | None = None) -> float:
+        """Bytes above those of the model state, of ``stage``; None: of the stage that needs most."""
+        lines = self._lines_of(scheme)
+        return max(line.fixed + line.per_token * num_tokens for line in (lines if stage is None else [lines[stage]]))
 
     def predict(
         self, lengths: Sequence[int], degree: int, recomputed: int, method: Method = Method.ULYSSES

@@ -67,18 +67,23 @@ class LayerGatherCost:
         """Bytes per device of a stage: the shares, and what it gathers for a whole step: its layers and what is outside
         of layers and used by it.
         """
-        before, *units, after = self._unit_bytes
-        is_last = layers.stop == len(units)
-        stage = before + sum(units[layers.start : layers.stop]) + (after if is_last or self.has_early_output else 0)
-        return self._share_bytes(num_devices) + stage
+        return sum(self.stage_parts(num_devices, layers))
 
     def _master_bytes(self, num_devices: int) -> int:
         """Bytes per device of the shares of master weights, summed gradients and two moments."""
         _, master = self._bytes_per_param
         return 0 if self.state_on_host else 4 * master * shard_size(sum(self.unit_params), num_devices)
 
-    def _share_bytes(self, num_devices: int) -> int:
-        return self._master_bytes(num_devices) + shard_size(sum(self.unit_frozen_bytes), num_devices)
+    def stage_parts(self, num_devices: int, layers: range) -> tuple[int, int, int]:
+        """Bytes per device of a stage: weights, gradients, and shares of master weights and what belongs to them."""
+        compute, master = self._bytes_per_param
+        last = len(self.unit_params) - 1
+        units = [0, *(layer + 1 for layer in layers)]
+        if layers.stop + 1 == last or self.has_early_output:
+            units.append(last)
+        params, frozen = (sum(sizes[unit] for unit in units) for sizes in (self.unit_params, self.unit_frozen_bytes))
+        frozen += shard_size(sum(self.unit_frozen_bytes), num_devices)
+        return compute * params + frozen, master * params, self._master_bytes(num_devices)
 
     def micro_batch_s(self, cluster: ClusterSpec) -> float:
         """Seconds of a round: all weights are gathered for the forward and the backward, all gradients reduced."""

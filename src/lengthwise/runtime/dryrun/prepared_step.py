@@ -20,11 +20,13 @@ from lengthwise.runtime.dryrun.recorder import Recorder
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.profile.fingerprint import other_bytes
 from lengthwise.runtime.profile.layer_kinds import measured_layers
 from lengthwise.runtime.profile.trial import Trial, group_of_degree
 from lengthwise.runtime.profile.two_layer_profile import measure_bytes
+from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.label_convention import LabelConvention
@@ -68,9 +70,10 @@ def dry_prepared_step(
         source = PlannedTokens(plan, settings.vocab_size)
         prepared = _prepare(settings, world, recorder, optimizer, source=source, state_on_host=state_on_host)
         absent = cast(Any, None)  # batches and plans of a training loop
-        run = Run(
-            prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0
-        )
+        run = _RunOfOneRank(
+            prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0,
+            check_stages=lambda stage_layers: None,  # which needs numbers
+        )  # fmt: skip
         if num_kept is not None:
             run.gather_by_layer()
         run.state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
@@ -115,6 +118,16 @@ def dry_profile(
             "other_bytes": other_bytes(run),
             "gather_problem": run.gather_problem,
         }
+
+
+class _RunOfOneRank(Run):
+    """A run whose other ranks say nothing."""
+
+    def begin_step(self, plan: StepPlan, clock: StepClock, *, attempt: int = 0) -> Step:
+        """Start the step of ``plan`` with one target counted: those of other stages are not heard of."""
+        step = super().begin_step(plan, clock, attempt=attempt)
+        step._weighing.num_targets = 1
+        return step
 
 
 def _prepare(

@@ -1,5 +1,6 @@
 """Builds and loads the shim by which fake tensors on device "cuda" work with a CPU build of torch. Imports no torch."""
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -40,7 +41,7 @@ def built_shim(torch_folder: Path, version: str) -> Path:
     """The compiled shim for this torch, from the user's cache or made now."""
     source = SOURCE.read_bytes()
     digest = hashlib.blake2b(f"{version} {torch_folder} {sys.platform}".encode() + source, digest_size=8).hexdigest()
-    cache = Path.home() / ".cache" / "lengthwise"
+    cache = Path(os.path.expanduser("~")) / ".cache" / "lengthwise"
     built = cache / f"fake-cuda-{digest}.so"
     if built.is_file() and built.stat().st_uid == os.getuid():
         return built
@@ -50,7 +51,8 @@ def built_shim(torch_folder: Path, version: str) -> Path:
             f"a dry run with a CPU build of torch needs a C++ compiler once, and none of {', '.join(COMPILERS)} is on "
             "the PATH; install one (apt-get install g++), or use a CUDA build of torch"
         )
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = _writable(cache)
+    built = cache / built.name
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         target = Path(scratch) / "shim.so"
         includes = [f"-I{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
@@ -70,6 +72,18 @@ def built_shim(torch_folder: Path, version: str) -> Path:
             )
         target.replace(built)
     return built
+
+
+def _writable(cache: Path) -> Path:
+    """The cache; if nothing can be written there, as in containers, a folder that lasts as long as this process."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="lengthwise-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
 
 def _installed_torch() -> tuple[Path, str, str | None]:
