@@ -1,6 +1,7 @@
 """Dry runs of models of transformers: a prepared step on fake tensors, weights whole or gathered by layer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -114,3 +115,23 @@ def test_gathered_state_is_a_share_and_two_units(dry_runs):
     for row in dry_runs["by-layer"]:
         state = {kind: row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer")}
         assert sum(state.values()) <= 1.1 * sum(row["predicted"]["peak_bytes"].values()), state
+
+
+@pytest.mark.deep
+def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama"], "model_type": "llama"}))
+    trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(tmp_path), cluster_preset("3xcpu"))
+    packs = [Pack(ids=tuple(range(n, n + 4)), lengths=(TOKENS // 4,) * 4) for n in (0, 4, 8)]
+    micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
+    staged = Pipeline(ranks=(0, 1, 2), scheme=uniform_scheme(3, stages=3), micro_batches=micro_batches)
+    plan = replace(PLANS["whole"], pipelines=(staged,), num_devices=0)
+    ((profile,),) = run_process([trial.profile_request(TOKENS, schemes_of(plan))])
+    cost = trial.cost_of(profile, longest=TOKENS, weights="by-layer")
+    (rows,) = run_process([trial.step_request(plan, cost, [0, 1, 2], num_kept=0)])
+    assert differences_of(plan, rows) == []
+    for row in rows:
+        predicted = trial.beside_prediction(plan, cost, row, num_kept=0)["predicted"]["peak_bytes"]
+        assert row["peak_bytes"]["weights"] == pytest.approx(predicted["weights"], rel=WITHIN), row["rank"]
+        assert row["peak_bytes"]["gradients"] == pytest.approx(predicted["gradients"], rel=WITHIN), row["rank"]
+    first, middle, last = (row["peak_bytes"]["weights"] for row in rows)
+    assert middle <= first < last, "the first and the last have what is outside of layers too"

@@ -1,6 +1,6 @@
 """How much of their work two plans do alike: prices that are off alike in both do not say which is faster."""
 
-from collections import Counter
+from collections import defaultdict
 
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.space.candidate import Candidate
@@ -13,7 +13,7 @@ Kind = tuple[int, int, frozenset[Method]]
 
 def work_shares(priced: PricedBatch, draft: DraftPlan) -> dict[Kind, float]:
     """The part of a draft plan's predicted device-seconds that each kind of scheme computes."""
-    work: Counter[Kind] = Counter()
+    work: defaultdict[Kind, float] = defaultdict(float)
     for phase in draft.phases:
         for pipeline in phase:
             for run, time_s in zip(runs_of(pipeline), pack_times_s(priced, pipeline)):
