@@ -53,6 +53,7 @@ def setting(
     memory_gib: float | None = None,
     policies: tuple[str, ...] = tuple(POLICIES),
     tokens_per_device: float = TOKENS_PER_DEVICE,
+    search_space: SearchSpace | None = None,
 ) -> tuple[PolicyComparison, ComparedCluster]:
     """What :func:`play` runs, and on which cluster."""
     cluster = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib)
@@ -60,7 +61,7 @@ def setting(
     comparison = PolicyComparison(
         model=model_preset(model),
         dtype="bfloat16",
-        search_space=SearchSpace(methods=METHODS),
+        search_space=search_space or SearchSpace(methods=METHODS),
         policies=policies,
         lengths=index,
         num_steps=steps,

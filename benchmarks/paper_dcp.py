@@ -1,15 +1,18 @@
 """DCP: idle time of its accumulation search, imbalance of the bucket baseline, and its headline speed-ups."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from as_published import FIXED_DEGREES, BucketRun, bucket_run, recomputing_groups
 from clock import timed
-from contests import play, setting
+from contests import METHODS, play, setting
 from pages import Section, number
 from published import accumulation
 
 from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate, idle_share
+from lengthwise.plan.space.memory_ladder import OffloadMode
+from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
 from lengthwise.report.pages.compare_results import ClusterResult
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 
@@ -26,6 +29,8 @@ WHY = (
     "accumulates, and may take one group of all devices; against the published one, the gain is that of its degree"
 )
 LENGTHS = ("dcp-short", "dcp-balanced", "dcp-long")
+AS_PUBLISHED = SearchSpace(methods=METHODS, offload=OffloadMode.NONE, tile_tokens=0)
+"""Nothing is put into host memory, and feed-forwards compute all tokens at once: the paper does neither."""
 
 
 def idle(**_: bool) -> Section:
@@ -69,6 +74,8 @@ class Comparison:
     result: ClusterResult
     fixed: dict[int, BucketRun]
     """Bucket parallel as published, by its one degree; those that do not hold the longest sequence are left out."""
+    recomputing: float | None
+    """Tokens per second of dcp-inter as published, which recomputes every layer (r = L); None: it does not fit."""
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -88,18 +95,23 @@ def against_bucket(
     model: str, lengths: str, *, gpus: int = 32, steps: int, tokens_per_device: float = TOKENS_PER_DEVICE
 ) -> Comparison:
     """Both bucket baselines, dcp-inter and dcp-intra on H200s of which 80 GB are used, as in the paper."""
-    comparison, entry = setting(
-        model, lengths, gpus=gpus, steps=steps, device="H200-141GB", memory_gib=80, policies=POLICIES,
+    played = partial(
+        setting, model, lengths, gpus=gpus, steps=steps, device="H200-141GB", memory_gib=80,
         tokens_per_device=tokens_per_device,
     )  # fmt: skip
+    comparison, entry = played(policies=POLICIES, search_space=AS_PUBLISHED)
     result = comparison.run(entry, with_steps=False, on_step=lambda *_: None)
+    every_layer, recomputing = played(
+        policies=("dcp-inter",), search_space=replace(AS_PUBLISHED, recompute=RecomputeMode.ALL)
+    )
+    inter = every_layer.run(recomputing, with_steps=False, on_step=lambda *_: None)
     fixed = {}
     for degree in FIXED_DEGREES:
         if entry.problem and degree <= gpus:
             groups = recomputing_groups(entry.problem, degree, comparison.model.num_layers)
             if groups:
                 fixed[degree] = bucket_run(entry.problem, groups, comparison.batches(entry))
-    return Comparison(result=result, fixed=fixed)
+    return Comparison(result=result, fixed=fixed, recomputing=inter.ranked[0].tokens_per_s if inter.ranked else None)
 
 
 def speed_ups(*, quick: bool) -> Section:

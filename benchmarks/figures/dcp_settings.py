@@ -1,14 +1,19 @@
 """DCP, Figures 5 and 10: communication of sequence parallel by length, and what less recompute is worth by length."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 from contests import setting
+from paper_dcp import AS_PUBLISHED
 from paper_page import Figure, Row
 from plots import Panel, picture
 
-from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, spread, uniform_scheme
 from lengthwise.core.specs import model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.dcp.recompute_levels import BucketSetting, fastest_setting
+from lengthwise.plan.space.candidate import Candidate, make_candidates
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.session.planning_args import make_cluster
 
@@ -62,11 +67,13 @@ def communication() -> Figure:
 def recompute() -> Figure:
     """Figure 10: throughput of the best setting with free recompute over the best with full recompute, by length."""
     _, entry = setting(
-        MODEL, "dcp-balanced", gpus=32, steps=1, device="H200-141GB", memory_gib=80, policies=("dcp-inter",)
-    )
+        MODEL, "dcp-balanced", gpus=32, steps=1, device="H200-141GB", memory_gib=80, policies=("dcp-inter",),
+        search_space=AS_PUBLISHED,
+    )  # fmt: skip
     assert entry.problem is not None
+    candidates = _every_count(entry.problem)
     lengths = [2048 * 2**k for k in range(4)] + list(range(32_768, 425_985, 16_384))
-    settings = [(length, pair) for length in lengths if (pair := _settings(entry.problem, length))]
+    settings = [(length, pair) for length in lengths if (pair := _settings(candidates, length))]
     gains = [(length, full.device_s / best.device_s) for length, (full, best) in settings]
     last = settings[-1][1][1].candidate.scheme
     svg = picture(
@@ -93,13 +100,20 @@ def recompute() -> Figure:
     return Figure(svg=svg, rows=rows, text="Algorithm 1 on closed forms, 32 GPUs: each length with its best setting.")
 
 
-def _settings(problem: PlanningProblem, length: int) -> tuple[BucketSetting, BucketSetting] | None:
-    """The best setting with full recompute and the best of all; None where nothing holds the sequence."""
-    ulysses = [
-        candidate
+def _every_count(problem: PlanningProblem) -> tuple[Candidate, ...]:
+    """Ulysses groups of every degree with every number of recomputed layers."""
+    schemes = {
+        replace(candidate.scheme, recompute=spread(count, candidate.scheme.num_layers))
         for candidate in problem.candidates
         if candidate.num_stages == 1 and set(candidate.scheme.methods) <= {Method.ULYSSES, Method.DENSE}
-    ]
+        for count in range(candidate.scheme.num_layers + 1)
+    }
+    order = sorted(schemes, key=lambda scheme: (scheme.degree, scheme.num_recomputed))
+    return make_candidates(order, problem.cost, num_devices=problem.num_devices)
+
+
+def _settings(ulysses: Sequence[Candidate], length: int) -> tuple[BucketSetting, BucketSetting] | None:
+    """The best setting with full recompute and the best of all; None where nothing holds the sequence."""
     full = [candidate for candidate in ulysses if all(candidate.scheme.recompute)]
     inter, intra = fastest_setting(length, full), fastest_setting(length, ulysses)
     return (inter, intra) if inter and intra else None

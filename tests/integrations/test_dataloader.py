@@ -132,6 +132,56 @@ def test_micro_batches_of_one_shape_hold_every_sequence_once_and_fit_their_shape
     assert all(shape == shapes[0] for shape in shapes) and set(counts.values()) == {4}
 
 
+def shaped(num_ranks, **options):
+    lengths = np.random.default_rng(4).integers(1, 100, 300)
+    lattice = padded_lattice(lengths, most=4, budget=400, multiple_of=4)
+    given = {"tokens_per_micro_batch": 400, "padded": True, "shapes": lattice.shapes, "sequences_per_step": 20}
+    return samplers(num_ranks, lengths, **given, **options)
+
+
+def met_by(sampler):
+    """The step in which each shape first comes to a rank, and all that the rank computes in an epoch."""
+    first, seen = {}, []
+    for ids in sampler:
+        first.setdefault(sampler.shape, sampler.step)
+        seen.append((sampler.step, tuple(ids)))
+    return first, seen
+
+
+@pytest.mark.parametrize("num_ranks", [3, 5])
+def test_ranks_meet_all_shapes_in_the_first_steps_and_every_sequence_once_all_the_same(num_ranks):
+    usual, early = ([met_by(s) for s in shaped(num_ranks, shapes_first=first)] for first in (False, True))
+    assert max(max(first.values()) for first, _ in early) < max(max(first.values()) for first, _ in usual)
+    for (_, before), (_, after) in zip(usual, early):
+        assert Counter(ids for _, ids in before) == Counter(ids for _, ids in after)
+        assert [step for step, _ in after] == sorted(step for step, _ in after)
+        assert {step for step, _ in after} == set(range(15))
+
+
+def test_epochs_with_shapes_first_are_resumed_within_on_any_number_of_ranks():
+    (sampler,) = shaped(1, shapes_first=True)
+    whole = [(sampler.step, tuple(ids)) for _ in range(2) for ids in sampler]
+    (begun,) = shaped(1, shapes_first=True)
+    head = []
+    for ids in begun:
+        head.append((begun.step, tuple(ids)))
+        if begun.step == 4 and begun.is_last:
+            break
+    (resumed,) = shaped(1, shapes_first=True)
+    resumed.load_state_dict(begun.state_dict())
+    assert head + [(resumed.step, tuple(ids)) for _ in range(2) for ids in resumed] == whole
+    done, rest = {i for _, ids in head for i in ids}, set()
+    for other in shaped(2, shapes_first=True):
+        other.load_state_dict(begun.state_dict())
+        rest |= {i for ids in other for i in ids}
+    assert not done & rest and done | rest == set(range(300))
+
+
+def test_shapes_come_first_where_there_are_shapes():
+    with pytest.raises(InputError, match="shapes_first=True is for micro-batches of few shapes"):
+        samplers(1, shapes_first=True)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_micro_batches_have_the_shapes_of_a_lattice_and_no_other(num_ranks):
     lengths = np.random.default_rng(4).integers(1, 100, 300)

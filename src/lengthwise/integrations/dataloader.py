@@ -9,7 +9,7 @@ for batch in sampler.follow(loader):
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +28,7 @@ from lengthwise.data.order import OrderSettings, make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.data.sort_key import difficulty
 from lengthwise.integrations.load_balance import EQUAL_AT, deal
+from lengthwise.integrations.shapes_first import ShapesFirstStream
 from lengthwise.runtime.comm.world import under_torchrun
 
 Batch = TypeVar("Batch")
@@ -70,6 +71,8 @@ class BatchSampler(data.Sampler[list[int]]):
             shape, see ``shape``; for pipelines.
         shapes: with ``padded``, the only ones that micro-batches have, (rows, length) as those of a
             :class:`~lengthwise.data.size_buckets.SizeBuckets`; see ``shape``. For models compiled for them.
+        shapes_first: with ``shapes``, whether those steps of an epoch come first in which ranks meet shapes for the
+            first time, for models that compile a shape when it comes; the order depends on the number of ranks.
         objective: what has a loss, as in :func:`lengthwise.prepare`.
         targets: how many tokens of each item have a loss, where labels leave out some; 1 for each item gives the weight
             of a mean over items, such as pairs.
@@ -95,6 +98,7 @@ class BatchSampler(data.Sampler[list[int]]):
         max_sequences: int | None = None,
         equal_shapes: int | None = None,
         shapes: Iterable[tuple[int, int]] | None = None,
+        shapes_first: bool = False,
         objective: str = NEXT_TOKEN,
         targets: Sequence[int] | np.ndarray | None = None,
         equal_at: int = EQUAL_AT,
@@ -120,7 +124,7 @@ class BatchSampler(data.Sampler[list[int]]):
         self._equal_at = equal_at
         self._targets = None if targets is None else np.asarray(targets)
         settings = OrderSettings(**ordering)
-        self._new_stream = partial(
+        self._new_stream: Callable[[], Any] = partial(
             Sampler,
             index,
             seed=seed,
@@ -130,6 +134,10 @@ class BatchSampler(data.Sampler[list[int]]):
             order=make_order(settings, difficulty(metric, index, settings)),
             objective=objective,
         )
+        if shapes_first:
+            if self._shapes is None:
+                raise InputError("shapes_first=True is for micro-batches of few shapes; give shapes, or leave it out")
+            self._new_stream = partial(ShapesFirstStream, self._new_stream, self._met_in)
         self._state = self._new_stream().state_dict()
         self._given: deque[RankMicroBatch] = deque()
         self._current: RankMicroBatch | None = None
@@ -216,7 +224,7 @@ class BatchSampler(data.Sampler[list[int]]):
         while stream.epoch == epoch:
             before = stream.state_dict()
             batch = next(stream)
-            cut = self._cut(batch)
+            cut = self._cut(batch, self._rank)
             for number, (ids, weight) in enumerate(cut):
                 is_last = number == len(cut) - 1
                 state = stream.state_dict() if is_last else before
@@ -230,16 +238,22 @@ class BatchSampler(data.Sampler[list[int]]):
             return None
         return -(-len(batch.ids) // self._padded.equal_shapes), max(batch.lengths)
 
-    def _cut(self, batch: GlobalBatch) -> list[tuple[tuple[int, ...], float]]:
-        """This rank's micro-batches of a step, and their weights."""
+    def _met_in(self, batch: GlobalBatch) -> set[Hashable]:
+        """Ranks and the shapes that they meet in a step."""
+        return {
+            (rank, self._shape_of(ids, batch)) for rank in range(self._num_ranks) for ids, _ in self._cut(batch, rank)
+        }
+
+    def _cut(self, batch: GlobalBatch, rank: int) -> list[tuple[tuple[int, ...], float]]:
+        """A rank's micro-batches of a step, and their weights."""
         total = max(1, sum(self._count(i, batch.objective) for i in batch.ids))
         nothing = ((min(zip(batch.lengths, batch.ids))[1],), 0.0)
         if self._padded is not None and self._padded.equal_shapes is not None:
             count = self._padded.equal_shapes
             edges = [len(batch.ids) * number // count for number in range(count + 1)]
-            lists = [batch.ids[start:end] for start, end in pairwise(edges)][self._rank :: self._num_ranks]
+            lists = [batch.ids[start:end] for start, end in pairwise(edges)][rank :: self._num_ranks]
         else:
-            lists = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[self._rank]
+            lists = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[rank]
             lists = lists if self._padded is None else self._cut_padded([i for ids in lists for i in ids], self._padded)
         counted = [
             (ids, sum(self._count(i, batch.objective) for i in ids) / total) if ids else nothing for ids in lists

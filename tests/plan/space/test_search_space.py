@@ -92,3 +92,13 @@ def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():
 def test_stages_are_powers_of_two_or_any_number_where_those_may_not_tile_the_cluster(num_devices, counts):
     assert stages_of(num_devices, 80) == counts
     assert stages_of(num_devices, 2) == counts[:2]
+
+
+def test_where_no_scheme_has_costs_the_reason_of_the_first_is_given():
+    cluster, model = cluster_preset("8x8xH100-80GB"), model_preset("llama-tiny")
+    space = SearchSpace(degree=64, methods=(Method.MEGATRON_TS,))
+    with pytest.raises(InfeasibleError, match="has costs: megatron_ts splits the weights of llama-tiny by its 2 key"):
+        make_problem(
+            AnalyticCost(model=model, cluster=cluster), cluster=cluster, num_layers=model.num_layers, max_length=1000,
+            search_space=space,
+        )  # fmt: skip

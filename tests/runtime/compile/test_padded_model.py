@@ -103,4 +103,30 @@ def gradients_under_ddp():
     wrapped = DistributedDataParallel(compiled)
     with pytest.raises(InputError, match="called beside DistributedDataParallel"):
         compiled(**batch_of(rank))
-    return gradients_of(wrapped, (rank,))
+    with pytest.raises(InputError, match=r"is wrapped with DistributedDataParallel.*compile the model first"):
+        lengthwise.compile(DistributedDataParallel(Tagger()), [(6, 4)], made_up, backend="aot_eager")
+    expected = gradients_of(wrapped, (rank,))
+    del wrapped
+    cut = lengthwise.compile(Tagger().eval(), [(6, 4)], made_up, backend="aot_eager", bucket_mib=1e-5)
+    for gradient, other in zip(gradients_of(DistributedDataParallel(cut), (rank,)), expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+    assert cut.recompiles == 0
+    return expected
+
+
+def test_a_reset_frees_what_was_compiled_and_compiles_other_shapes():
+    compiled = lengthwise.compile(Tagger().eval(), [(6, 4)], made_up, backend="aot_eager")
+    before = compiled(**batch_of(1))
+    compiled.reset([(3, 8)])
+    assert compiled.shapes == ((3, 8),) and compiled.recompiles == 0
+    with pytest.raises(InputError, match="shape 6 x 4 is none that the model is compiled for: 3 x 8"):
+        compiled(**batch_of(1))
+    compiled(**made_up(3, 8)).backward()
+    assert compiled.recompiles == 0
+    compiled.reset([(6, 4), (3, 8)])
+    torch.testing.assert_close(compiled(**batch_of(1)), before)
+    assert compiled.recompiles == 0
+    with pytest.raises(InputError, match="at least one shape"):
+        compiled.reset([])
+    with pytest.raises(InputError, match="bucket_mib=0 is the size"):
+        lengthwise.compile(Tagger(), [(6, 4)], made_up, backend="aot_eager", bucket_mib=0)

@@ -1,7 +1,6 @@
 """Which schemes a cluster offers, what a run's batches look like: the planning problem they make."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -197,14 +196,17 @@ def _refuse(
     schemes: Sequence[PipelineConfig], cost: CostModel, cluster: ClusterSpec, search_space: SearchSpace
 ) -> NoReturn:
     """Say what the leanest scheme needs before its first token."""
-    needed: dict[PipelineConfig, int] = {}
+    needed, reasons = dict[PipelineConfig, int](), list[str]()
     for scheme in schemes:
         if scheme.num_devices > cluster.num_devices:
             continue
-        with suppress(InputError):  # no costs for it
+        try:
             needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
+        except InputError as error:  # no costs for it
+            reasons.append(error.marked.rstrip("."))
     if not needed:
-        raise InfeasibleError("no scheme of the search space has costs; allow other methods, degrees or stages")
+        why = f": {reasons[0]}. Or allow" if reasons else "; allow"
+        raise InfeasibleError(f"no scheme of the search space has costs{why} other methods, degrees or stages")
     leanest = min(needed, key=lambda scheme: needed[scheme])
     limits = [
         name

@@ -11,6 +11,7 @@ model.recompiles                # 0
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def compile(
     *,
     loss: Callable[[Any], Tensor] = _loss,
     backend: str = INDUCTOR,
+    bucket_mib: float | None = None,
 ) -> "CompiledModel":
     """``model`` compiled for batches of ``shapes`` alone, all of them at once: forward and backward of each.
 
@@ -52,22 +54,24 @@ def compile(
             is another graph.
         loss: the scalar that training differentiates, of what the model returns; its ``loss``, if left out.
         backend: of ``torch.compile``.
+        bucket_mib: cut the model where gradients of so many MiB are complete, as ``torch.compile`` cuts it within
+            DistributedDataParallel (25 there), so that these are summed while the backward goes on; None: one graph,
+            whose gradients come together at its end.
 
     Raises:
-        InputError: there are no shapes, ``make_batch`` makes other ones, or there is nothing here to compile with.
+        InputError: there are no shapes, ``make_batch`` makes other ones, the model is wrapped for data parallelism
+            already, or there is nothing here to compile with.
     """
-    wanted = sorted({(int(rows), int(length)) for rows, length in shapes}, key=lambda shape: -shape[0] * shape[1])
-    if not wanted:
-        raise InputError("compile needs at least one shape, (rows, length); make some with padded_lattice(...).shapes")
-    compiled = CompiledModel(model, wanted, backend=backend)
-    with _unchanged(model):
-        for shape in wanted:
-            try:
-                value = loss(compiled(**make_batch(*shape)))
-            except InputError as error:
-                raise InputError(f"make_batch{shape} is not what it was asked for: {error}") from None
-            torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
-    compiled.start_counting()
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise InputError(
+            f"{type(model).__name__} is wrapped with DistributedDataParallel, which cannot be called with made-up "
+            "batches without summing their gradients; compile the model first and wrap what that returns: "
+            "DistributedDataParallel(lengthwise.compile(model, ...))"
+        )
+    if bucket_mib is not None and not bucket_mib > 0:
+        raise InputError(f"bucket_mib={bucket_mib} is the size of gradients that are summed together; give more than 0")
+    compiled = CompiledModel(model, shapes, backend=backend, make_batch=make_batch, loss=loss, bucket_mib=bucket_mib)
+    compiled.reset()
     return compiled
 
 
@@ -76,17 +80,51 @@ class CompiledModel(nn.Module):
 
     _run: Callable[..., Any]
 
-    def __init__(self, model: nn.Module, shapes: Iterable[Shape], *, backend: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Iterable[Shape],
+        *,
+        backend: str,
+        make_batch: Callable[[int, int], Mapping[str, Any]],
+        loss: Callable[[Any], Tensor],
+        bucket_mib: float | None,
+    ) -> None:
+        """Nothing is compiled before :meth:`reset`."""
         super().__init__()
         device = next(model.parameters()).device
         check_compiler(device, backend)
-        self.model, self.shapes = model, tuple(shapes)
-        allow_shapes(len(self.shapes))
+        self.model, self.shapes = model, _largest_first(shapes)
+        self._make_batch, self._loss, self._bucket_mib = make_batch, loss, bucket_mib
         self._is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         mode = mode_of(device, cuda_graphs=self._is_alone) if backend == INDUCTOR else None
-        # Not as a module of this one, which would have all parameters a second time.
-        vars(self)["_run"] = torch.compile(model, dynamic=False, backend=backend, mode=mode)
+        self._options = {"dynamic": False, "backend": backend, "mode": mode}
         self._is_wrapped: bool | None = None
+        self.start_counting()
+
+    def reset(self, shapes: Iterable[Shape] | None = None) -> None:
+        """Free all that was compiled in this process, and compile ``shapes``, or the same ones, before the next call.
+
+        Between groups of shapes, so that no more code is kept than that of one group. Other compiled functions compile
+        again when they are called. Call it between steps, on every rank.
+
+        Raises:
+            InputError: there are no shapes, or ``make_batch`` makes other ones.
+        """
+        self.shapes = self.shapes if shapes is None else _largest_first(shapes)
+        if "_run" in vars(self):
+            del vars(self)["_run"]
+            torch.compiler.reset()
+            gc.collect()
+        allow_shapes(len(self.shapes))
+        # Not as a module of this one, which would have all parameters a second time.
+        vars(self)["_run"] = torch.compile(self.model, **self._options)  # type: ignore[call-overload]
+        weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        with _unchanged(self.model), _cut_by(self._bucket_mib):
+            for shape in self.shapes:
+                batch = self._make_batch(*shape)
+                self._check_shape(batch, f"make_batch{shape} is not what it was asked for: ")
+                torch.autograd.grad(self._loss(self._run(**batch)), weights, allow_unused=True)
         self.start_counting()
 
     def start_counting(self) -> None:
@@ -108,15 +146,19 @@ class CompiledModel(nn.Module):
         if not torch.is_grad_enabled():  # another graph, which nothing compiled beforehand
             return self.model(**batch)
         self._check_sums_gradients()
+        self._check_shape(batch)
+        return self._run(**batch)
+
+    def _check_shape(self, batch: Mapping[str, Any], where: str = "") -> None:
+        """Raise ``InputError``, which begins with ``where``, if a batch has none of the shapes."""
         shape = next((tuple(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)), None)
         if shape not in self.shapes:
             shapes = ", ".join(f"{rows} x {length:,}" for rows, length in self.shapes)
             what = "no tensor" if shape is None else f"shape {' x '.join(f'{size:,}' for size in shape)}"
             raise InputError(
-                f"a batch of {what} is none that the model is compiled for: {shapes}; pad it to one of them, with rows "
-                "of padding alone where there are too few, or compile for its shape too"
+                f"{where}a batch of {what} is none that the model is compiled for: {shapes}; pad it to one of them, "
+                "with rows of padding alone where there are too few, or compile for its shape too"
             )
-        return self._run(**batch)
 
     def _check_sums_gradients(self) -> None:
         """Raise ``InputError`` if DistributedDataParallel wraps the model and would not hear of this call.
@@ -134,6 +176,32 @@ class CompiledModel(nn.Module):
                 "go through it: wrap what lengthwise.compile returned, ddp = DistributedDataParallel(compiled), and "
                 "call ddp(**batch)"
             )
+
+
+def _largest_first(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """Distinct shapes, those of most tokens first.
+
+    Raises:
+        InputError: there are none.
+    """
+    wanted = {(int(rows), int(length)) for rows, length in shapes}
+    if not wanted:
+        raise InputError("compile needs at least one shape, (rows, length); make some with padded_lattice(...).shapes")
+    return tuple(sorted(wanted, key=lambda shape: -shape[0] * shape[1]))
+
+
+@contextmanager
+def _cut_by(bucket_mib: float | None) -> Iterator[None]:
+    """Within, ``torch.compile`` cuts graphs as if DistributedDataParallel called it with buckets of that size."""
+    if bucket_mib is None:
+        yield
+        return
+    caller: Any = SimpleNamespace(bucket_bytes_cap=int(bucket_mib * 2**20))  # all that the compiler asks of it
+    DistributedDataParallel._active_ddp_module = caller
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = None
 
 
 @contextmanager
