@@ -105,6 +105,12 @@ def check_executable(
                 "this model was compared in tiles; give feed_forward_tile= to prepare(...), which plans then override, "
                 "or plan without tiles"
             )
+        groups = max((pipeline.scheme_of(m).head_groups for m in pipeline.micro_batches), default=1)
+        if groups > 1:
+            raise InputError(
+                f"{where}: pipelines[{number}] attends in {groups} groups of heads, which this library's own models "
+                "alone do; plan with head_groups=1"
+            )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):
             raise InputError(
