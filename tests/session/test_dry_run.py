@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.session.dry_run import dry_run_plan
 
 SPEC = replace(model_preset("llama-tiny"), num_layers=2)
@@ -73,6 +74,19 @@ def test_a_state_in_host_memory_takes_nothing_of_the_device():
         assert (host["gradients"] == 0) == (plan.num_devices == 1)
         waits = {wait["line"].partition(" in ")[2] for wait in rows[1]["synchronisations"]}
         assert waits == {"global_norm"}, "copies are waited for on other ways"
+
+
+def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_waits():
+    """What two layers keep goes out and comes back, but for the last one's, whose backward follows at once."""
+    scheme = scheme_of("ring", "ring", degree=2)
+    plan = plan_of((replace(scheme, offload=(True, True)), [[768]]))
+    row = dry_run_plan(plan, SPEC, cluster_preset("1x2xH100-80GB"), config=CONFIG, ranks=[0])["ranks"][0]
+    copies = {copy["direction"]: copy for copy in row["host_copies"] if copy["stream"]}
+    kept_bytes = layer_volume(SPEC, Method.RING, degree=2, dtype="bfloat16").kept_bytes * 768
+    assert copies["to the host"]["bytes"] == pytest.approx(2 * kept_bytes, rel=0.02)
+    assert 2 * copies["to the device"]["bytes"] == copies["to the host"]["bytes"]
+    assert copies["to the host"]["stream"] != copies["to the device"]["stream"]
+    assert {wait["line"].partition(" in ")[2] for wait in row["synchronisations"]} == {"global_norm"}
 
 
 @pytest.fixture(scope="module")

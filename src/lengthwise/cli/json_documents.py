@@ -229,8 +229,8 @@ class DryRunDocument(JsonDocument):
     differences: list[str]
     """What collectives differ in from the proven plan; empty if in nothing."""
     ranks: list[dict[str, Any]]
-    """Each with peak_bytes by kind, flops, kernels, collectives, synchronisations, memory over time, and predicted; of
-    the library's own models also with what it writes of a checkpoint."""
+    """Each with peak_bytes by kind, flops, kernels, collectives, synchronisations, bytes copied to and from the host by
+    stream, memory over time, and predicted; of the library's own models also with what it writes of a checkpoint."""
 
 
 class PolicyFields(Fields):

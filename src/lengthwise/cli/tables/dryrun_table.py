@@ -54,5 +54,11 @@ def _print_rank(row: dict[str, Any]) -> None:
             f"of a checkpoint it writes {bytes_in_words(saved['bytes'])} in {saved['tensors']:,} tensors",
             soft_wrap=True,
         )
+    for copy in row["host_copies"]:
+        console.print(
+            f"copies {copy['direction']} that the host does not wait for: {bytes_in_words(copy['bytes'])} on stream "
+            f"{copy['stream']}",
+            soft_wrap=True,
+        )
     for wait in row["synchronisations"]:
         console.print(f"the host waits {wait['count']:,} times: {wait['line']}, {wait['reason']}", soft_wrap=True)

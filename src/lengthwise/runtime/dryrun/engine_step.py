@@ -184,4 +184,8 @@ def document_of(recorder: Recorder, rank: int) -> dict[str, Any]:
         "collectives": [asdict(collective) for collective in recorder.collectives],
         "synchronisations": rows(recorder.synchronisations),
         "copies": rows(recorder.copies),
+        "host_copies": [
+            {"direction": direction, "stream": stream, "bytes": num_bytes}
+            for (direction, stream), num_bytes in recorder.host_copies.items()
+        ],
     }

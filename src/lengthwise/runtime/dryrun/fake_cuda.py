@@ -1,6 +1,7 @@
 """What of ``torch.cuda`` a step touches, on a device that is not there. Changes torch for the whole process."""
 
 from importlib import import_module
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,8 @@ def install() -> None:
     cuda._lazy_init, cuda.is_available = lambda: None, lambda: True
     cuda.Stream = cuda.streams.Stream = FakeStream
     cuda.Event = cuda.streams.Event = FakeEvent
-    cuda.current_stream = cuda.default_stream = lambda device=None: FakeStream()
+    kernels = FakeStream()
+    cuda.current_stream = cuda.default_stream = lambda device=None: kernels
     cuda.stream = lambda stream: stream
     cuda.synchronize = lambda device=None: _synchronise("torch.cuda.synchronize")
     cuda.set_device, cuda.get_device_capability = lambda device: None, lambda device=None: (9, 0)
@@ -65,11 +67,15 @@ def _synchronise(reason: str) -> None:
         _recorders[-1].synchronise(reason)
 
 
+_stream_numbers = count()
+
+
 class FakeStream:
     """A stream on which nothing ever runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cuda_stream, self.device = 0, torch.device("cuda", 0)
+        self.cuda_stream, self.device = next(_stream_numbers), torch.device("cuda", 0)
+        self._outer = 0
 
     def synchronize(self) -> None:
         """Note that the host waits."""
@@ -86,10 +92,13 @@ class FakeStream:
         return event or FakeEvent()
 
     def __enter__(self) -> "FakeStream":
+        if _recorders:
+            self._outer, _recorders[-1].stream = _recorders[-1].stream, self.cuda_stream
         return self
 
     def __exit__(self, *error: object) -> None:
-        return None
+        if _recorders:
+            _recorders[-1].stream = self._outer
 
 
 class FakeEvent:

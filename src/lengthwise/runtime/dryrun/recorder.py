@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.dryrun import attention_kernels
 from lengthwise.runtime.dryrun.collective_log import IssuedCollective, issued
-from lengthwise.runtime.dryrun.device_memory import DeviceMemory, is_on_device
+from lengthwise.runtime.dryrun.device_memory import DeviceMemory, bytes_of, is_on_device
 
 PACKAGE = Path(__file__).parents[2]
 HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
@@ -46,6 +46,8 @@ class Recorder(TorchDispatchMode):
         self.memory = DeviceMemory()
         self.operation = ""
         """What the rank is doing, such as ``forward 0``."""
+        self.stream = 0
+        """The number of the stream that is given work; 0: that of kernels."""
         self.pinned: set[int] = set()
         """Data pointers of pinned memory of the host."""
         self.restart()
@@ -59,6 +61,8 @@ class Recorder(TorchDispatchMode):
         """Line of code and reason, and how often."""
         self.copies: Counter[tuple[str, str]] = Counter()
         """Copies to the device that the host does not wait for."""
+        self.host_copies: Counter[tuple[str, int]] = Counter()
+        """Bytes of those copies and of those to pinned memory, by direction and number of the stream."""
         self.memory.restart()
 
     def on_host(self, shape: Tensor) -> Tensor:
@@ -142,6 +146,7 @@ class Recorder(TorchDispatchMode):
         )
         if target_is_host and isinstance(args[0], FakeTensor) and func is aten.copy_.default:
             self.copies[line_of_code(), "copy to pinned memory"] += 1
+            self.host_copies["to the host", self.stream] += bytes_of(source)
             return args[0]
         if target_is_host:
             self.synchronise("copy to the host")
@@ -159,6 +164,7 @@ class Recorder(TorchDispatchMode):
                 self.synchronise("copy of pageable memory to the device" if not is_pinned else "copy that waits")
             else:
                 self.copies[line_of_code(), "copy of pinned memory to the device"] += 1
+                self.host_copies["to the device", self.stream] += bytes_of(source)
         self.kernels["copy"] += 1
         if is_on_device(source):
             out = func(*args, **kwargs)
