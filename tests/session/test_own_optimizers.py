@@ -1,6 +1,7 @@
 """Optimizers of torch that `prepare` has no name for train what they train in a loop of one's own, and resume."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,11 +32,52 @@ class NormedMatrices(torch.optim.Optimizer):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
 
 
+class EightBits(torch.optim.Optimizer):
+    """Momentum in codes of eight bits and a scale for each parameter, and a count of steps that is a plain number."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                momentum = parameter.grad
+                if "codes" in state:
+                    momentum = momentum + 0.9 * (state["codes"].to(parameter.dtype) - 128) * state["scale"]
+                state["scale"] = momentum.abs().max().clamp(min=1e-12) / 127
+                state["codes"] = (momentum / state["scale"] + 128).round().to(torch.uint8)
+                parameter.sub_(momentum, alpha=group["lr"] / state["step"])
+
+
+def muon_and_adamw(groups):
+    """What a user of Muon writes: it takes the matrices of layers, AdamW the rest."""
+    (matrices, vectors), inner = (group["params"] for group in groups), 24
+    layers = [x for x in matrices if x.shape[0] != models.VOCAB and x.shape != (96, inner)]
+    rest = [x for x in matrices if not any(x is other for other in layers)]
+    muon = torch.optim.Muon([{"params": layers, "weight_decay": 0.1}])
+    adamw = torch.optim.AdamW(
+        [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    return SimpleNamespace(
+        param_groups=[*muon.param_groups, *adamw.param_groups],
+        zero_grad=lambda: [muon.zero_grad(), adamw.zero_grad()],
+        step=lambda: [muon.step(), adamw.step()],
+    )
+
+
 OPTIMIZERS = {
     "nadam": partial(torch.optim.NAdam, eps=1e-4),  # which does not amplify rounding
     "rmsprop": partial(torch.optim.RMSprop, momentum=0.5, alpha=0.8),
     "matrices": NormedMatrices,
+    "muon": torch.optim.Muon,
+    "eight bits": EightBits,
 }
+ALONE = {"muon": muon_and_adamw}
+"""What a loop of one's own has instead."""
+QUICK = ("matrices", "muon")
 
 
 def loop_on_one_device(make):
@@ -57,9 +99,9 @@ def loop_on_one_device(make):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.deep] * (n != "matrices")) for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.deep] * (n not in QUICK)) for n in OPTIMIZERS])
 def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(ranks, name, tmp_path):
-    losses, weights = loop_on_one_device(OPTIMIZERS[name])
+    losses, weights = loop_on_one_device(ALONE.get(name, OPTIMIZERS[name]))
     options = {key: value for key, value in OPTIONS.items() if key != "steps"}
     options |= {"optimizer": OPTIMIZERS[name], "recompute": "none"}
     first = ranks(2).run(train_in_parts, tmp_path, first=True, last=2, options=options)[0]
@@ -68,10 +110,10 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(rank
     assert_equal_weights(second[1], weights)
 
 
-def made_of_ints(groups):
+def made_of_words(groups):
     optimizer = torch.optim.SGD(groups, lr=0.1)
     optimizer.register_step_post_hook(
-        lambda optimizer, args, kwargs: optimizer.state[optimizer.param_groups[0]["params"][0]].update(seen=3)
+        lambda optimizer, args, kwargs: optimizer.state[optimizer.param_groups[0]["params"][0]].update(seen="three")
     )
     return optimizer
 
@@ -80,9 +122,8 @@ def made_of_ints(groups):
     ("optimizer", "told"),
     [
         (torch.optim.LBFGS, "cannot be made of parameter groups.*LBFGS doesn't support per-parameter options"),
-        (torch.optim.Muon, "cannot be made of parameter groups.*2D"),
         (lambda groups: None, "makes a NoneType, which is no torch.optim.Optimizer"),
-        (made_of_ints, "keeps seen as a int, and checkpoints keep tensors"),
+        (made_of_words, "keeps seen as a str, and checkpoints keep tensors and numbers"),
         ("adamm", "did you mean adamw|Input should be"),
     ],
 )

@@ -27,7 +27,7 @@ def settings_to_compare(config: Config, *, resume: bool, fall_back: bool) -> dic
     tree = config.model_dump(mode="json")
     for name in ("name", "output", "run_folder"):
         del tree[name]
-    for name in ("log_every", "tensorboard", "wandb", "timeline"):
+    for name in ("log_every", "tensorboard", "wandb", "trackio", "mlflow", "timeline"):
         del tree["train"][name]
     for section, name in (
         ("data", "index"),

@@ -133,7 +133,7 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
 
 def check_trackers(config: Config) -> None:
     """Raise ``MissingPackage`` if that of a tracker which is asked for is not installed."""
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "trackio", "mlflow"):
         if getattr(config.train, name) and find_spec(name) is None:
             raise missing_package(f"train.{name}", name)
 

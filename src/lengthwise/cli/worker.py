@@ -256,7 +256,7 @@ def _octaves(longest: int) -> tuple[int, ...]:
 
 
 def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: bool) -> list["StepCallback"]:
-    from lengthwise.runtime.train.trackers import TensorBoard, WeightsAndBiases
+    from lengthwise.runtime.train.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
 
     train = config.train
     callbacks: list[StepCallback] = []
@@ -267,4 +267,8 @@ def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: b
         callbacks.append(TensorBoard(folder.tensorboard))
     if train.wandb:
         callbacks.append(WeightsAndBiases(folder.path, config))
+    if train.trackio:
+        callbacks.append(Trackio(folder.path, config))
+    if train.mlflow:
+        callbacks.append(MLflow(folder.path, config))
     return callbacks

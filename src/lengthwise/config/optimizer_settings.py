@@ -37,7 +37,12 @@ class OptimizerSettings:
     narrow_gradients: bool = False
     """Whether gradients are added up and summed over ranks in the dtype of the model's weights, not in float32."""
     tensors: tuple[str, ...] = ()
-    """Names of the tensors that the optimizer keeps which ``make`` makes."""
+    """Names of the tensors and numbers that the optimizer keeps which ``make`` makes."""
+    numbers: tuple[str, ...] = ()
+    """Those of them that are plain numbers, such as a count of steps."""
+    takes_matrices_alone: bool = False
+    """Whether what ``make`` makes takes parameters of two dimensions alone. Then it updates those of the layers, and
+    AdamW, with the constants of here, all others: vectors, embedding and head."""
 
     def __post_init__(self) -> None:
         if self.make is None and self.name not in STATE:

@@ -187,6 +187,10 @@ class TrainConfig(ProcessSettings):
     """Whether TensorBoard event files are written as well (extra: tb)."""
     wandb: bool = False
     """Whether metrics are sent to Weights & Biases as well, in the project lengthwise (extra: wandb)."""
+    trackio: bool = False
+    """Whether metrics are logged to trackio as well, in the project lengthwise (extra: trackio)."""
+    mlflow: bool = False
+    """Whether metrics are logged to MLflow as well, in the experiment lengthwise (extra: mlflow)."""
     log_every: NumSteps = 1
     """The number of steps between lines of the log."""
 

@@ -161,7 +161,8 @@ class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
 
 _EXTRA_OF = {
     "torch": "train", "safetensors": "train", "transformers": "hf", "accelerate": "hf", "tokenizers": "data",
-    "pyarrow": "data", "tensorboard": "tb", "wandb": "wandb", "sklearn": "learned",
+    "pyarrow": "data", "tensorboard": "tb", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow",
+    "sklearn": "learned",
 }  # fmt: skip
 """Packages that are not dependencies, and the extra that installs each."""
 

@@ -130,7 +130,7 @@ def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipe
     assert ledger["epochs"] == 1 and ledger["tokens_in"] == ledger["tokens_seen"] + ledger["tokens_held_out"]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_missed_before_ranks_are_started(cli, corpus, tmp_path, monkeypatch, name):
     monkeypatch.setattr("lengthwise.cli.train_config.find_spec", lambda name: None)
     code, _, error = cli("train", *options(corpus, tmp_path / "run"), f"train.{name}=true")

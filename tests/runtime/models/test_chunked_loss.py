@@ -82,6 +82,15 @@ def test_a_second_backward_scales_afresh():
     assert_same(torch.autograd.grad(2 * loss, hidden_TD)[0], first, tolerance=0)
 
 
+def test_a_backward_makes_no_second_gradient_of_the_head_unless_the_graph_is_kept():
+    hidden_TD, head_VD, targets_T = case()
+    for keeps in (True, False):
+        loss = chunked(4)(hidden_TD, head_VD, targets_T)
+        saved = {x.data_ptr() for x in loss.grad_fn.saved_tensors if x is not None}
+        made = torch.autograd.grad(2 * loss, [hidden_TD, head_VD], retain_graph=keeps)
+        assert [x.data_ptr() in saved for x in made] == [not keeps] * 2
+
+
 def test_bfloat16_loss_is_float32_and_near_the_exact_one():
     sample = case(tokens=200, hidden=32, vocab=64, dtype=torch.bfloat16, scale=0.3)
     exact = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in sample]

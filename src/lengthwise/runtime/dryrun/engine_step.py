@@ -132,7 +132,10 @@ def checkpoint_of(state: ShardedState) -> dict[str, int]:
         CheckError: a run would read other shapes than it writes.
     """
     written = contents(state)
-    sizes = {name: (part.num_elements,) if part.num_elements else part.local.shape for name, part in written.items()}
+    sizes = {
+        name: ((part.num_elements,) if part.num_elements else part.local.shape, part.local.dtype)
+        for name, part in written.items()
+    }
     for name, part in room_for(state, sizes).items():
         if part.local.shape != written[name].local.shape:
             raise CheckError(f"{name} is saved as {written[name].local.shape} and read as {part.local.shape}")

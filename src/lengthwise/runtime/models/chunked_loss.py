@@ -120,8 +120,19 @@ def _add_chunk(
 
 
 def scaled_as(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(x * factor).to(dtype)``: a product in the wider dtype of ``x`` and ``factor`` that is never stored in it."""
+    """``(x * factor).to(dtype)``, of what a forward saved: in place of ``x``, unless its graph is kept for another.
+
+    The product is one in the wider dtype of ``x`` and ``factor`` that is never stored in it.
+    """
+    if x.dtype == dtype and not _keeps_graph():
+        return x.mul_(factor)
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape, dtype=dtype))
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward that runs was told to keep its graph, or cannot say."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
 
 
 def _accumulate(dhead_VD: Tensor, exps_CV: Tensor, scaled_CD: Tensor) -> None:

@@ -70,7 +70,8 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
         with _readable(checkpoint):
             reader = Reader(checkpoint, document["files"])
             saved = reader.metadata.state_dict_metadata
-            room = room_for(state, {name: tensor.size for name, tensor in saved.items()})  # type: ignore[union-attr]
+            kinds = {name: (tensor.size, tensor.properties.dtype) for name, tensor in saved.items()}  # type: ignore[union-attr]
+            room = room_for(state, kinds)
             tensors = {name: content.on(group.mesh) for name, content in room.items()}
             dcp.load(tensors, storage_reader=reader, process_group=group.handle)
     finally:

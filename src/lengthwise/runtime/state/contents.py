@@ -7,6 +7,7 @@ on one rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,15 +47,16 @@ def contents(state: ShardedState) -> dict[str, ShardContent]:
             pieces = [piece for segment in segments if (piece := _value(state, segment, kind)) is not None]
             if pieces or not is_whole:
                 shape = pieces[0].shape if is_whole else torch.Size([sum(piece.numel() for piece in pieces)])
-                local = _host_copy(pieces, shape, state.master_dtype)
+                dtype = pieces[0].dtype if is_whole and not pieces[0].is_floating_point() else state.master_dtype
+                local = _host_copy(pieces, shape, dtype)
                 copies[f"{kind}/{part}"] = ShardContent(
                     local=local, num_elements=None if is_whole else _size(state, part)
                 )
     return copies
 
 
-def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[str, ShardContent]:
-    """Make empty tensors for this rank's share of a checkpoint; ``saved``: the shape of each tensor, by name."""
+def room_for(state: ShardedState, saved: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> dict[str, ShardContent]:
+    """Make empty tensors for this rank's share of a checkpoint; ``saved``: shape and dtype of each tensor, by name."""
     is_whole = state.settings.needs_whole_parameters
     room = {}
     for part in _by_part(state):
@@ -65,9 +67,9 @@ def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[st
                 local = torch.empty(size, dtype=state.master_dtype)
                 room[name] = ShardContent(local=local, num_elements=_size(state, part))
             elif name in saved:
-                room[name] = ShardContent(
-                    local=torch.empty(tuple(saved[name]), dtype=state.master_dtype), num_elements=None
-                )
+                shape, dtype = saved[name]
+                dtype = state.master_dtype if dtype.is_floating_point else dtype
+                room[name] = ShardContent(local=torch.empty(tuple(shape), dtype=dtype), num_elements=None)
     return room
 
 
@@ -78,7 +80,7 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
     for part, segments in _by_part(state).items():
         position = 0
         for segment in segments:
-            parameter, optimizer_state = segment.parameter, {}
+            parameter, optimizer_state = segment.parameter, dict[str, Any]()
             for kind in (MASTER, *state.settings.state_names):
                 if (content := found.get(f"{kind}/{part}")) is not None:
                     cut = content.num_elements is not None
@@ -88,7 +90,8 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
                         else content.local
                     )
                     home = parameter.device if piece.dim() else "cpu"  # where torch keeps counts of steps
-                    optimizer_state[kind] = piece.to(home, copy=True)
+                    is_number = kind in state.settings.numbers
+                    optimizer_state[kind] = piece.item() if is_number else piece.to(home, copy=True)
             position += parameter.numel()
             with torch.no_grad():
                 parameter.copy_(optimizer_state.pop(MASTER))
@@ -117,9 +120,9 @@ def _value(state: ShardedState, segment: Segment, kind: str) -> Tensor | None:
     if kind == MASTER:
         return segment.parameter.detach()
     assert state.optimizer is not None, "a rank with segments has an optimizer"
-    optimizer_state: dict[str, Tensor] = state.optimizer.state.get(segment.parameter, {})
-    if kind in optimizer_state:
-        return optimizer_state[kind]
+    optimizer_state: dict[str, Tensor | float] = state.optimizer.state.get(segment.parameter, {})
+    if (value := optimizer_state.get(kind)) is not None:
+        return torch.as_tensor(value)
     return None if state.settings.needs_whole_parameters else torch.zeros_like(segment.parameter, device="cpu")
 
 

@@ -326,8 +326,9 @@ class LayerGather:
             return
         for part in self._parts_of[unit]:
             part.attach()
-            if self._is_backward and part.gradients is None and part.shares is self._state:
-                self._collect_gradients(part)
+            is_summed = self._is_backward and part.gradients is None and part.shares is self._state
+            if is_summed and self._state.moves_gradients:
+                self._collect_gradients(part)  # else autograd leaves them with the parameters
 
     def _collect_gradients(self, part: GatheredPart) -> None:
         part.gradients = self._zeros(part)
@@ -337,13 +338,30 @@ class LayerGather:
     def _leave(self, unit: int) -> None:
         """Release a unit; in the backward, start to send its gradients."""
         self._resident.remove(unit)
-        for part in self._parts_of[unit]:
-            if self._moment > len(self._moments) // 2 and part.shares is self._state:
-                gradients = self._zeros(part) if part.gradients is None else part.gradients
-                assert part.route is not None
-                self._under_way.append((part.route.push(gradients, self.pushed, self._state.sums), gradients))
-        self._release(unit)
+        is_sent = self._moment > len(self._moments) // 2
+        sent = [part for part in self._parts_of[unit] if is_sent and part.shares is self._state]
+        computed = [part.gradients for part in sent]
+        of_parameters = [self._state.gradients_of([slot.name for slot in part.slots]) for part in sent]
+        self._release(unit)  # before gradients are copied
+        for part, gradients in zip(sent, computed):
+            left = of_parameters.pop(0)
+            gradients = self._joined(part, left) if gradients is None else gradients
+            assert part.route is not None
+            self._under_way.append((part.route.push(gradients, self.pushed, self._state.sums), gradients))
         self._wait_for_all_but(1)
+
+    def _joined(self, part: GatheredPart, gradients: list[Tensor | None]) -> Tensor:
+        """The gradients of a part end to end, from those of its parameters, which are freed one by one."""
+        assert part.route is not None
+        only = gradients[0] if len(gradients) == 1 else None
+        if only is not None and only.numel() == part.route.region.stop and only.is_contiguous():
+            return only.view(-1)
+        flat = self._zeros(part)
+        for slot in part.slots:
+            gradient = gradients.pop(0)
+            if gradient is not None:
+                part.view(flat, slot).copy_(gradient)
+        return flat
 
     def _release(self, unit: int) -> None:
         """Free the buffers of a unit, and leave its parameters their shapes alone."""

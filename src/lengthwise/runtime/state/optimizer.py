@@ -16,18 +16,18 @@ def make_optimizer(
     *,
     decaying: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
+    outer: Sequence[nn.Parameter] = (),
     on_host: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of these parameters; None if there are none.
 
-    ``on_host``: whether a CPU updates what a GPU computes with. Then AdamW is torch's fused one, which reads and writes
-    every number once, unless they are float64: there the update is to be the same to the last bit.
+    ``outer``: those of ``decaying`` that are outside of all layers. ``on_host``: whether a CPU updates what a GPU
+    computes with. Then AdamW is torch's fused one, which reads and writes every number once, unless they are float64:
+    there the update is to be the same to the last bit.
     """
-    groups = [
-        {"params": list(parameters), "weight_decay": decay}
-        for parameters, decay in ((decaying, settings.weight_decay), (others, 0.0))
-        if parameters
-    ]
+    if settings.takes_matrices_alone:
+        return _made_of_two(settings, decaying, others, {id(parameter) for parameter in outer})
+    groups = _groups((decaying, settings.weight_decay), (others, 0.0))
     if not groups:
         return None
     if settings.make is not None:
@@ -43,6 +43,39 @@ def make_optimizer(
 def step_state(settings: OptimizerSettings, num_steps: int) -> dict[str, Tensor]:
     """What an optimizer keeps beside tensors of ``settings.state_names`` after ``num_steps`` updates."""
     return {} if settings.make is not None or settings.name == "sgd" else {"step": torch.tensor(float(num_steps))}
+
+
+def _groups(*parts: tuple[Sequence[nn.Parameter], float]) -> list[dict[str, Any]]:
+    """Parameter groups from parameters and their decay; none is empty."""
+    return [{"params": list(parameters), "weight_decay": decay} for parameters, decay in parts if parameters]
+
+
+class TwoOptimizers(torch.optim.Optimizer):
+    """Two optimizers of different parameters as one, with the state of both."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        super().__init__([*first.param_groups, *second.param_groups], {})  # the same dictionaries
+        self._parts = (first, second)
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let each of the two update its parameters."""
+        assert closure is None, "gradients are there"
+        for part in self._parts:
+            part.step()
+
+
+def _made_of_two(
+    settings: OptimizerSettings, decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], outer: set[int]
+) -> torch.optim.Optimizer | None:
+    """The user's optimizer of the matrices of layers, and AdamW of all else."""
+    matrices = [x for x in decaying if x.dim() == 2 and id(x) not in outer]
+    rest = [x for x in decaying if x.dim() != 2 or id(x) in outer]
+    groups = _groups((rest, settings.weight_decay), (others, 0.0))
+    adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps) if groups else None
+    made = _made(settings, _groups((matrices, settings.weight_decay))) if matrices else None
+    return TwoOptimizers(made, adamw) if made is not None and adamw is not None else made or adamw
 
 
 def _made(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -69,7 +102,13 @@ def with_tensor_names(settings: OptimizerSettings) -> OptimizerSettings:
     if settings.make is None:
         return settings
     matrix, vector = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
-    optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
+    try:
+        optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
+    except InputError:
+        if not _takes(settings, matrix) or _takes(settings, vector):
+            raise
+        settings = replace(settings, takes_matrices_alone=True)
+        optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
     assert optimizer is not None
     matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
     try:
@@ -80,10 +119,20 @@ def with_tensor_names(settings: OptimizerSettings) -> OptimizerSettings:
         ) from error
     kept_values = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
     for name, value in kept_values:
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            described = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(
-                f"optimizer={settings.name} keeps {name} as a {described}, and checkpoints keep tensors of floating "
-                "point; use an optimizer that keeps such tensors"
-            )
-    return replace(settings, tensors=tuple(dict.fromkeys(name for name, _ in kept_values)))
+        if isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and not value.is_complex()):
+            continue
+        raise InputError(
+            f"optimizer={settings.name} keeps {name} as a {type(value).__name__}, and checkpoints keep tensors and "
+            "numbers; use an optimizer that keeps such alone"
+        )
+    numbers = dict.fromkeys(name for name, value in kept_values if not isinstance(value, Tensor))
+    return replace(settings, tensors=tuple(dict.fromkeys(name for name, _ in kept_values)), numbers=tuple(numbers))
+
+
+def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer of the user's can be made of one parameter."""
+    try:
+        _made(settings, _groups(([parameter], settings.weight_decay)))
+    except InputError:
+        return False
+    return True

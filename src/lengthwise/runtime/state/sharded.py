@@ -97,12 +97,13 @@ class ShardedState(ShardedWeights):
             settings,
             decaying=[s.parameter for s in self.segments if s.decays],
             others=[s.parameter for s in self.segments if not s.decays],
+            outer=[s.parameter for s in self.segments if self._is_outer(s)],
             on_host=on_host,
         )
         self._hooks: list[RemovableHandle] = []
-        self._moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
+        self.moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
         """Whether a parameter's gradient is added elsewhere, and not kept, when a backward has made it."""
-        if self._moves_gradients:
+        if self.moves_gradients:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
                 for name, parameter in self.named.items()
@@ -235,7 +236,7 @@ class ShardedState(ShardedWeights):
 
     def detached_gradient(self) -> str | None:
         """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
-        if self._moves_gradients:
+        if self.moves_gradients:
             return None
         views = self._grad_views
         return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
@@ -322,6 +323,11 @@ class ShardedState(ShardedWeights):
             segments.append(Segment(name=name, parameter=parameter, pushed=pushed, decays=decays))
         return segments
 
+    def _is_outer(self, segment: Segment) -> bool:
+        """Whether a segment is of a parameter outside of all layers, where parameters are not cut."""
+        slot = self.table.slots.get(segment.name)
+        return slot is not None and slot.unit in (0, self.table.num_units - 1)
+
     def _allocate(self, size: int) -> None:
         """Allocate weights and gradients of ``size``. A single rank computes with what it owns: no copies."""
         if self._is_alone:
@@ -367,8 +373,13 @@ class ShardedState(ShardedWeights):
             self._grad_views.pop(name, None)
         else:
             self._grad_views[name] = view
-        if view is None or not self._moves_gradients:
+        if view is None or not self.moves_gradients:
             self.named[name].grad = view  # autograd adds to an existing gradient in place
+
+    def gradients_of(self, names: Sequence[str]) -> list[Tensor | None]:
+        """The gradients that autograd left with parameters; a mode that watches a forward does not see it."""
+        with torch._C.DisableTorchFunction():
+            return [self.named[name].grad for name in names]
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
         """A hook that moves a parameter's finished gradient into the buffer of higher precision, or to the host."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.run_config import Config
+from lengthwise.core.atomic_write import write_text
 
 if TYPE_CHECKING:
     from lengthwise.runtime.train.step_metrics import Row
@@ -34,11 +35,10 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, config: Config) -> None:
         import wandb
 
-        name = blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
         self._run: Any = wandb.init(
             project="lengthwise",
             name=config.name,
-            id=name,
+            id=_digest(folder),
             resume="allow",
             dir=str(folder),
             config=config.model_dump(mode="json"),
@@ -51,6 +51,53 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Send what is left."""
         self._run.finish()
+
+
+class Trackio:
+    """Logs every number of a row to trackio; a resumed run goes on with the same curves."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        name, document = f"{config.name}-{_digest(folder)}", config.model_dump(mode="json")
+        trackio.init(project="lengthwise", name=name, config=document, resume="allow")
+
+    def on_step(self, row: "Row") -> None:
+        """Log the scalars of the row at its step."""
+        self._trackio.log(_scalars(row), step=row["step"])
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._trackio.finish()
+
+
+class MLflow:
+    """Logs every number of a row to MLflow; a resumed run goes on with the same run, whose id is in the run folder."""
+
+    FILE = "mlflow_run_id"
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        import mlflow
+
+        self._mlflow: Any = mlflow
+        mlflow.set_experiment("lengthwise")
+        run_id = (folder / self.FILE).read_text() if (folder / self.FILE).is_file() else None
+        run = mlflow.start_run(run_id=run_id) if run_id else mlflow.start_run(run_name=config.name)
+        write_text(folder / self.FILE, run.info.run_id)
+        mlflow.log_dict(config.model_dump(mode="json"), "config.json")
+
+    def on_step(self, row: "Row") -> None:
+        """Log the scalars of the row at its step."""
+        self._mlflow.log_metrics(_scalars(row), step=row["step"])
+
+    def close(self) -> None:
+        """End the run."""
+        self._mlflow.end_run()
+
+
+def _digest(folder: Path) -> str:
+    return blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
 
 
 def _scalars(row: "Row") -> dict[str, float]:
