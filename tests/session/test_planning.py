@@ -365,3 +365,16 @@ def test_the_state_moves_to_the_host_where_the_longest_sequence_needs_it():
         planned_state(400_000, "train.offload_state=device")
     place, longest = planned_state(400_000)
     assert place == "host" and longest >= 400_000
+
+
+def test_layers_that_are_compiled_are_planned_without_tiles():
+    def has_tiles(*overrides):
+        config = load(None, ["cluster.name=2xH100-80GB", "plan.max_stages=1", "train.dtype=bfloat16", *overrides])
+        spec, cluster = replace(model_preset("llama-7b"), num_layers=16), resolve_cluster(config)
+        view = apply_max_length(LengthIndex(lengths=np.array([5, 300_000])), max_length=None, rule="error")
+        corpus = Corpus(parts=(replace(TWO_SEQUENCES.parts[0], view=view),))
+        cost = make_cost(config, spec, cluster)
+        problem = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus).problem
+        return any(candidate.scheme.tile_tokens for candidate in problem.candidates)
+
+    assert has_tiles() and not has_tiles("train.compile=true", "plan.shapes=2")

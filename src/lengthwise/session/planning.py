@@ -210,7 +210,7 @@ def make_planner(
         degree=plan.degree,
         head_layers=spec.head_layers,
         offload=OffloadMode(plan.offload),
-        tile_tokens=plan.tile_tokens,
+        tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
     )
     problem = make_problem(
         cost,
