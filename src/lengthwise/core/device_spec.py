@@ -167,9 +167,9 @@ def _host(memory_gib: int, *, link: float, memory: float) -> dict[str, Any]:
 # HiDream-ai/VAREdit#6; H100: vllm-project/vllm#27508; L40: QwenLM/Qwen3-VL#2097; RTX 4090: 3DTopia/Phidias-Diffusion#8;
 # RTX 5090: Wan-Video/Wan2.1#465), and Hydraulis' tables for the A800. GB200, MI300X and A10G have what their names say.
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
-# Hosts are those of NVIDIA's DGX user guides, an eighth each: A100-40GB 1 TiB, A100-80GB 2 TiB of DDR4-3200 in sixteen
-# channels, two GPUs behind one PCIe switch and its sixteen lanes; H100, H200 and B200 2 TiB of DDR5-4800 in sixteen
-# channels, sixteen lanes for each GPU. Others: below.
+# Hosts are assumed to be as in servers of eight GPUs like NVIDIA's DGX, an eighth each, and differ from site to site (a
+# device file says otherwise): A100-40GB 1 TiB, A100-80GB 2 TiB of DDR4-3200 in sixteen channels, two GPUs behind sixteen
+# lanes of PCIe 4.0; H100, H200 and B200 2 TiB of DDR5-4800 in sixteen channels, sixteen lanes of PCIe 5.0 for each GPU.
 DEVICES = {
     spec.name: spec
     for spec in (
