@@ -143,10 +143,10 @@ def write_page(rows: list[tuple[str, ...]], goals: list[Goal]) -> None:
         title="The memory ladder under a limit",
         first=(
             f"Measured: the longest sequence that an 8-layer Llama (hidden size {SPEC.hidden_size}, feed-forward "
-            f"{SPEC.ffn_size}) trains in float32 when every process may have 64 MiB (one rank) or 112 MiB (two) of address "
-            "space beyond what it has after a short step (RLIMIT_AS), on CPU ranks of one thread. Each length is tried by "
-            "itself, in steps of a sixteenth to an eighth. Two ranks share each sequence by ulysses. Losses are in "
-            "chunks on all sides."
+            f"{SPEC.ffn_size}) trains in float32 when every process may have 64 MiB (one rank) or 112 MiB (two) of "
+            "address space beyond what it has after a short step (RLIMIT_AS), on CPU ranks of one thread. Each length "
+            "is tried by itself, in steps of a sixteenth to an eighth. Two ranks share each sequence by ulysses, with "
+            "losses in chunks on all sides."
         ),
         sections=[
             Section(
