@@ -137,7 +137,7 @@ def low_precision_gpt():
         pytest.param(low_precision_gpt, {"autocast": torch.bfloat16, "weights": "by-layer"}, marks=pytest.mark.deep),
         pytest.param(models.gpt, {"packing": "never"}, marks=pytest.mark.deep),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_gathered_weights_and_autocast_change_nothing(ranks, make, options):
     expected, found = (ranks(2).run(train, make, rung, **options)[0] for rung in ("keep", "mixed"))

@@ -169,7 +169,8 @@ def _host(memory_gib: int, *, link: float, memory: float) -> dict[str, Any]:
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
 # Hosts are assumed to be as in servers of eight GPUs like NVIDIA's DGX, an eighth each, and differ from site to site (a
 # device file says otherwise): A100-40GB 1 TiB, A100-80GB 2 TiB of DDR4-3200 in sixteen channels, two GPUs behind
-# sixteen lanes of PCIe 4.0; H100, H200 and B200 2 TiB of DDR5-4800 in sixteen channels, sixteen lanes of PCIe 5.0 for each GPU.
+# sixteen lanes of PCIe 4.0; H100, H200 and B200 2 TiB of DDR5-4800 in sixteen channels, sixteen lanes of PCIe 5.0 for
+# each GPU.
 DEVICES = {
     spec.name: spec
     for spec in (
