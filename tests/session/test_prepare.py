@@ -192,8 +192,11 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
         max_position_embeddings=16,
     )  # fmt: skip
     rows = [list(range(17)), [1, 2, 3]]
-    lw.prepare(LlamaForCausalLM(config), rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
+    llama = LlamaForCausalLM(config)
+    llama.gradient_checkpointing_enable()
+    lw.prepare(llama, rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
     assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
+    assert "gradient_checkpointing_enable() is replaced" in caplog.text
 
 
 def test_a_limit_of_positions_below_one_is_none():

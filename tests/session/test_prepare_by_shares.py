@@ -18,9 +18,9 @@ BY_LAYER = OPTIONS | {"weights": "by-layer", "memory_gib": 40}
 
 
 def live_bytes():
-    """Bytes of all tensors that this process can reach."""
+    """Bytes of all tensors that this process can reach, but for blocks of host memory, which are not of the device."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return num_bytes(tensors)
+    return num_bytes([tensor for tensor in tensors if tensor.dtype is not torch.uint8])
 
 
 def num_bytes(tensors):

@@ -252,6 +252,8 @@ def _learn(
         labels_sequences=labels_sequences(model, chosen),
         tile=chosen.feed_forward_tile,
     )
+    if wrapped_model.replaced_checkpointing and world.is_first:
+        _log.warning("gradient_checkpointing_enable() is replaced: plans choose what is computed again; see recompute=")
     prepared: PreparedModel | None = None
     try:
         if by_sequence and chosen.feed_forward_tile is not None:

@@ -299,7 +299,7 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--max-degree", "0"], 2, "greater than or equal to 1"),
         (["--max-length", "100", "--over-length", "error"], 2, "over --max-length 100"),
         (["--hbm", "0.01"], 3, "no scheme fits"),
-        (["--lengths", "grch38", "--hbm", "2", "--max-degree", "1"], 3, "Give --max-length"),
+        (["--lengths", "grch38", "--hbm", "2", "--max-degree", "1", "--offload", "none"], 3, "Give --max-length"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_the_right_exit_code(cli, lengths, changes, code, message):

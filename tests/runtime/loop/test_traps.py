@@ -160,8 +160,11 @@ def test_gradient_checkpointing_of_the_model_itself_is_switched_off():
     model = llama()
     model.gradient_checkpointing_enable()
     model.train()
-    WrappedModel(model).release()
+    wrapped_model = WrappedModel(model)
+    wrapped_model.release()
+    assert wrapped_model.replaced_checkpointing
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert not WrappedModel(llama()).replaced_checkpointing
 
 
 def test_a_window_that_is_told_to_the_mask_alone_is_honoured():

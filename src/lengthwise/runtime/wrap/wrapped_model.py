@@ -27,6 +27,7 @@ from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.position_ids import StockPositions
+from lengthwise.runtime.wrap.recompute_layers import switch_off_checkpointing
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
@@ -93,11 +94,8 @@ class WrappedModel:
         self._balancing = BalancingLosses(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.rules = CallRules()
-        for part in (model, *self.structure.hugging_face_models()):
-            names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as transformers calls it
-            switches_off = [disable for name in names if (disable := getattr(part, name, None)) is not None]
-            for disable in switches_off[:1]:
-                disable()  # what is recomputed is planned
+        self.replaced_checkpointing = switch_off_checkpointing(model, *self.structure.hugging_face_models())
+        """Whether the model recomputed its layers by itself before; now plans say which are."""
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.layers = HookedLayers(self.structure.layers, context=context)
