@@ -43,7 +43,7 @@ def state_parts(
     are in the compute dtype: of 16 bits each, what is spread is 3/4 of the state but for those sums (Hydraulis, B.1).
 
     With ``on_host`` the optimizer's are in the host's memory, and what goes there or comes is on the device for two
-    units at a time. One device alone hands its gradients over as they are made, two parameters' at a time.
+    units at a time. One device alone sums the gradients of one unit, while two parameters' are on their way.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
     gradient = gradient_bytes(dtype, is_narrow=narrow_gradients)
@@ -51,7 +51,7 @@ def state_parts(
     if on_host:
         under_way = 2 * min(num_params, largest_matrix(model))
         if num_devices == 1:
-            return num_params * compute, under_way * gradient, 0
+            return num_params * compute, min(num_params, largest_unit(model) + under_way) * gradient, 0
         return num_params * compute, num_params * gradient, shard_size(under_way, num_devices) * (compute + gradient)
     sharded = 3 * master + gradient
     if num_devices == 1:
@@ -71,6 +71,12 @@ def host_state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:
 def largest_matrix(model: ModelSpec) -> int:
     """Parameters of the largest matrix: of the embedding, or of a feed-forward's."""
     return model.hidden_size * max(model.vocab_size, model.ffn_columns)
+
+
+def largest_unit(model: ModelSpec) -> int:
+    """Parameters of the largest unit: a layer, or the embedding or head."""
+    layer = model.layer_matmul_params + model.idle_ffn_params + model.layer_whole_params
+    return max(layer, model.hidden_size * model.vocab_size + model.output_whole_params)
 
 
 def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:

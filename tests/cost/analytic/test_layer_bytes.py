@@ -129,7 +129,9 @@ def test_a_state_on_the_host_frees_the_optimizer_and_slows_the_update():
 def test_one_device_alone_hands_its_gradients_to_the_host():
     single = AnalyticCost(model=MODEL, cluster=cluster_preset("1xH100-80GB"), state_on_host=True)
     scheme = uniform_scheme(LAYERS, recomputed=LAYERS, offloaded=LAYERS, tile_tokens=4096)
-    assert single.stage_memory(scheme, 0, num_devices=1).gradients < 2 * 4 * 4096 * 130_000
+    head = 4096 * MODEL.vocab_size
+    gradients = single.stage_memory(scheme, 0, num_devices=1).gradients
+    assert 4 * 3 * head <= gradients <= 4 * 3 * head * 1.001, "those of the head are summed, two more on their way"
     assert single.max_tokens(scheme, num_devices=1) > 400_000
 
 

@@ -85,7 +85,9 @@ def _print_schemes(limits: MemoryLimits) -> None:
         cells = [f"{longest[level]:,}" if longest.get(level) else "-" for level in levels]
         shown.add_row(str(degree), str(stages), method, memory(members[0].state_bytes), *cells)
     console.print(shown)
-    console.print(f"longest: {limits.longest.max_tokens:,} tokens under {limits.longest.scheme.name}", soft_wrap=True)
+    best = limits.longest
+    under = f"{best.max_tokens:,} tokens under {best.scheme.name}" if best.max_tokens else "none fits"
+    console.print(f"longest: {under}", soft_wrap=True)
 
 
 def _print_ladder(limits: MemoryLimits) -> None:
