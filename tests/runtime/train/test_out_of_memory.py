@@ -94,11 +94,14 @@ def without_room_on_the_host():
     failed = []
     engine, world = make_engine(on_oom=lambda plan, failures: failed.append(failures))
     vars(world)["offload"] = HostOffload(world.device, limit_bytes=0 if world.rank == 1 else None)
-    engine.begin()
-    plan = planner_of(COST, ROOM)(batch_of())
-    pipelines = [replace(p, scheme=replace(p.scheme, offload=(True,) * SPEC.num_layers)) for p in plan.pipelines]
-    assert compute(engine, world, replace(plan, pipelines=tuple(pipelines))) is None
-    result = compute(engine, world, plan)
+    try:
+        engine.begin()
+        plan = planner_of(COST, ROOM)(batch_of())
+        pipelines = [replace(p, scheme=replace(p.scheme, offload=(True,) * SPEC.num_layers)) for p in plan.pipelines]
+        assert compute(engine, world, replace(plan, pipelines=tuple(pipelines))) is None
+        result = compute(engine, world, plan)
+    finally:
+        del vars(world)["offload"]  # other tests of this process have the same world
     engine.close()
     return [(f.rank, f.on_host) for failures in failed for f in failures], result.loss, master_weights(engine.state)
 
