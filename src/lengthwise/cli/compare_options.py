@@ -20,7 +20,13 @@ class OverLength(StrEnum):
 
 
 Lengths = Annotated[
-    str, typer.Option(metavar="FILE.npy|INDEX|NAME", help="Lengths in tokens; NAME: such as commoncrawl.")
+    str | None, typer.Option(metavar="FILE.npy|INDEX|NAME", help="Lengths in tokens; NAME: such as commoncrawl.")
+]
+Reach = Annotated[
+    bool,
+    typer.Option(
+        "--reach", help="Instead of --lengths: speed over the length of sequences, up to what each can train."
+    ),
 ]
 Gpus = Annotated[str, typer.Option(metavar="N[,N...]", help="Devices; several sizes show how policies scale.")]
 MaxLength = Annotated[

@@ -299,6 +299,16 @@ class CompareDocument(JsonDocument):
     ledger: dict[str, Any]
 
 
+class ReachDocument(JsonDocument):
+    """Under `--reach`: how fast every policy trains steps of sequences that are all as long, and where each ends."""
+
+    model: str
+    dtype: str
+    clusters: list[dict[str, Any]]
+    """Each with cluster, num_devices, the lengths that all policies were asked for, and for each policy what it reached
+    (length, tokens_per_s, step_time_s, strategy) and why longer ones are refused."""
+
+
 class TrainDocument(JsonDocument):
     """A run that has ended well."""
 
@@ -360,7 +370,7 @@ DOCUMENTS: dict[str, tuple[type[JsonDocument], ...]] = {
     "plan": (PlanDocument,),
     "simulate": (SimulateDocument,),
     "dryrun": (DryRunDocument,),
-    "compare": (CompareDocument,),
+    "compare": (CompareDocument, ReachDocument),
     "train": (TrainDocument,),
     "report": (ReportDocument,),
     "export": (ExportDocument,),

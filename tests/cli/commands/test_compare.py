@@ -298,7 +298,8 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--html", "nowhere/page.html"], 2, "there is no folder nowhere"),
         (["--max-degree", "0"], 2, "greater than or equal to 1"),
         (["--max-length", "100", "--over-length", "error"], 2, "over --max-length 100"),
-        (["--hbm", "0.01"], 3, "no scheme fits"),
+        (["--hbm", "0.01"], 3, "under the leanest scheme"),
+        (["--hbm", "0.0001"], 3, "no scheme fits"),
         (["--lengths", "grch38", "--hbm", "2", "--max-degree", "1", "--offload", "none"], 3, "Give --max-length"),
     ],
 )
@@ -331,3 +332,45 @@ def test_a_policy_with_a_long_name_leaves_room_for_the_numbers(cli, lengths, tmp
     rows = [line for line in out.splitlines() if line.startswith(("static ", "policies_with"))][:2]
     assert len(rows) == 2 and all(len(row) <= 80 and row.count("…") <= 1 for row in rows)
     assert rows[0].split()[1:] == rows[1].split()[1:], "no number is cut"
+
+
+REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8", "--hbm", "1"]
+
+
+def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
+    code, out, err = cli(*REACH, "--policies", "static,hydraulis", "--json")
+    assert code == 0, err
+    (cluster,) = json.loads(out)["clusters"]
+    furthest, other = cluster["policies"]  # the longest reach first
+    assert (furthest["policy"], other["policy"]) == ("static", "hydraulis")
+    for policy in (furthest, other):
+        lengths = [point["length"] for point in policy["reached"]]
+        speeds = [point["tokens_per_s"] for point in policy["reached"]]
+        assert lengths == sorted(set(lengths)) and speeds[-1] < speeds[0] and policy["refused"]
+        limit = int(policy["refused"].split("--max-length=")[1].split()[0])
+        assert limit / 1.06 <= lengths[-1] <= limit
+        again = ["--max-length", str(lengths[-1]), "--policies", policy["policy"], "--json"]
+        assert json.loads(cli(*REACH, *again)[1])["clusters"][0]["policies"][0]["reached"][-1]["length"] == lengths[-1]
+    assert other["reached"][-1]["length"] < furthest["reached"][-1]["length"]
+
+
+def test_reach_shows_a_row_a_policy_up_to_a_length_that_is_asked(cli):
+    code, out, err = cli(*REACH, "--policies", "static,auto", "--max-length", "20K", "--gpus", "4,8")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines() if line.startswith(("policy ", "static ", "auto "))]
+    assert len(rows) == 6 and rows[0] == ["policy", "4K", "16K", "20,000", "longest"]
+    assert {row[-1] for row in rows if row[0] != "policy"} == {"20,000"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([*REACH, "--lengths", "commoncrawl"], 2, "--lengths, or --reach"),
+        ([*REACH[:1], *REACH[2:]], 2, "--lengths, or --reach"),
+        ([*REACH, "--tokens", "1B"], 2, "--tokens is for the lengths of a training"),
+        ([*REACH, "--hbm", "0.0001"], 3, "no scheme fits"),
+    ],
+)
+def test_what_has_no_reach_is_refused(cli, arguments, code, message):
+    found, _, err = cli(*arguments)
+    assert found == code and message in err

@@ -1,19 +1,22 @@
 """`lengthwise compare`: what every policy would make of some lengths, a model and a cluster; needs no torch."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
+from lengthwise.core.errors import InputError
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 
 
 def run(
-    lengths: its.Lengths,
     model: shared.ModelName,
     device: shared.DeviceName,
     gpus: its.Gpus,
+    lengths: its.Lengths = None,
+    reach: its.Reach = False,
     max_length: its.MaxLength = None,
     over_length: its.OverLengthOption = its.OverLength.SPLIT,
     tokens_per_step: its.TokensPerStep = None,
@@ -41,30 +44,46 @@ def run(
     json: shared.Json = False,
 ) -> None:
     """Plan and simulate the same global batches under every policy."""
-    from lengthwise.cli.tables.compare_table import planning_progress, print_comparison
+    from lengthwise.cli.tables.compare_table import compare_with_progress, print_comparison
+    from lengthwise.cli.tables.reach_table import show_reach
     from lengthwise.report.whole_file import check_place
-    from lengthwise.session.compare_lengths import compare_points, comparison_page, write_page
+    from lengthwise.session.compare_lengths import comparison_page, write_page
     from lengthwise.session.plan_lengths import comparison_of
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
     from lengthwise.sim.sim_options import SimOptions
 
     sizes_of_memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **sizes_of_memory)
-    simulation, budget = SimOptions(jitter=jitter, seed=seed), parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
-    networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
+    source, budget = _source(lengths, html, tokens, price_per_hour, reach=reach), parse_budget(tokens, price_per_hour)
     contest, ledger = comparison_of(
-        lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
+        source, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
         offload=offload.value, dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
+    networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
     points = sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)
-    contest = replace(contest, budget=budget, simulation=simulation)
-    with planning_progress(len(points) * len(contest.policies) * steps) as on_step:
-        results = compare_points(contest, points, with_steps=html is not None, on_step=on_step)
-    comparison = comparison_page(contest, clusters, results, source=lengths, ledger=ledger)
+    contest = replace(contest, budget=budget, simulation=SimOptions(jitter=jitter, seed=seed))
+    if reach:
+        return show_reach(contest, points, max_length=max_length, json=json)
+    results = compare_with_progress(contest, points, with_steps=html is not None)
+    comparison = comparison_page(contest, clusters, results, source=str(source), ledger=ledger)
     if html is not None:
         write_page(comparison, html)
     emit_json(comparison.to_json()) if json else print_comparison(comparison, ledger, html)
+
+
+def _source(
+    lengths: str | None, html: Path | None, tokens: str | None, price_per_hour: float | None, *, reach: bool
+) -> str | list[int]:
+    """Where lengths come from; for --reach any, as it makes its own."""
+    if reach == (lengths is not None):
+        raise InputError("give --lengths, or --reach for the speed over the length of sequences; one of them, not both")
+    if lengths is not None:
+        return lengths
+    for option, value in (("--html", html), ("--tokens", tokens), ("--price-per-hour", price_per_hour)):
+        if value is not None:
+            raise InputError(f"{option} is for the lengths of a training, not for --reach; leave it out")
+    return [1]

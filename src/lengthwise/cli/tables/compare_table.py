@@ -1,7 +1,6 @@
 """What `lengthwise compare` prints: a table a cluster, and how far it is."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +9,10 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison, columns, headline, outlook, row
 from lengthwise.report.pages.sweep_results import sweep_columns, sweep_rows
-from lengthwise.session.compare_lengths import OnClusterStep, ledger_words
+from lengthwise.session.compare_lengths import compare_points, ledger_words
+from lengthwise.session.compare_policies import PolicyComparison
 from lengthwise.session.console import progress, stdout
+from lengthwise.session.sweep import SweepPoint
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,16 +23,17 @@ SHORT = {"per device": "/GPU", "over static": "static", "step time": "step", "to
 """Headings that are shorter on a terminal of eighty columns."""
 
 
-@contextmanager
-def planning_progress(num_steps: int) -> Iterator[OnClusterStep]:
-    """Show how many of the steps are planned, and which policy is at work."""
+def compare_with_progress(
+    contest: PolicyComparison, points: Sequence[SweepPoint], *, with_steps: bool
+) -> list[ClusterResult]:
+    """As ``compare_points``; meanwhile shows how many of the steps are planned, and which policy is at work."""
     with progress() as bar:
-        task = bar.add_task("plan", total=num_steps)
+        task = bar.add_task("plan", total=len(points) * len(contest.policies) * contest.num_steps)
 
         def show(cluster: ClusterSpec, policy: str, num_done: int) -> None:
             bar.update(task, advance=num_done, description=f"{cluster.num_devices} devices, {policy}")
 
-        yield show
+        return compare_points(contest, points, with_steps=with_steps, on_step=show)
 
 
 def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | None) -> None:
@@ -44,7 +46,7 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
             _print_cluster(result, ledger)
     if len(comparison.clusters) > 1:
         names = sweep_columns(comparison.clusters)
-        console.print(_table(names, sweep_rows(comparison.clusters, names)))
+        console.print(table_of(names, sweep_rows(comparison.clusters, names)))
     if is_sweep and not by_gpus:
         for why in dict.fromkeys(why for result in comparison.clusters for why in result.refusals):
             console.print(f"refused: {why}", soft_wrap=True)
@@ -66,7 +68,7 @@ def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
     if result.ranked:
         wanted = SHOWN if result.hours(result.ranked[0]) is None else SHOWN_WITH_BUDGET
         names = [name for name in wanted if name in columns(result)]
-        console.print(_table(names, [row(result, policy, names) for policy in result.ranked]))
+        console.print(table_of(names, [row(result, policy, names) for policy in result.ranked]))
         console.print(headline(result), soft_wrap=True)
         console.print(outlook(result), soft_wrap=True)
     for why, policies in result.refusals.items():
@@ -74,7 +76,7 @@ def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
     console.print()
 
 
-def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+def table_of(names: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
     """Rows under headings, words to the left and numbers to the right; long names of policies make room for numbers."""
     from rich.table import Table
 

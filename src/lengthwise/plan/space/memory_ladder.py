@@ -84,6 +84,7 @@ def ladder_candidates(
     token_limit: int | None = None,
     has_host: bool = True,
     tile_tokens: int = TILE_TOKENS,
+    recomputed: float | None = None,
 ) -> tuple[Candidate, ...]:
     """What joins ``candidates``, which were made of ``schemes``.
 
@@ -96,6 +97,7 @@ def ladder_candidates(
         token_limit: most tokens of a micro-batch.
         has_host: whether devices can put anything into host memory.
         tile_tokens: of a feed-forward's tile; 0: no tiles.
+        recomputed: the share of layers that every scheme recomputes; None: any.
     """
     needs_longer = max((candidate.max_tokens for candidate in candidates), default=0) < max_length
     if not needs_longer and not has_host:
@@ -107,7 +109,8 @@ def ladder_candidates(
         families[_family(candidate.scheme)][1].append(candidate)
 
     def is_possible(rung: Rung) -> bool:
-        return (has_host or not rung.offloaded) and (tile_tokens > 0 or not rung.is_tiled)
+        is_asked = recomputed is None or rung.recomputed == recomputed
+        return is_asked and (has_host or not rung.offloaded) and (tile_tokens > 0 or not rung.is_tiled)
 
     added: list[Candidate] = []
     for scheme, members in families.values():

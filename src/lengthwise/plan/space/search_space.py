@@ -138,15 +138,15 @@ def make_problem(
         samples: lengths of typical global batches.
         token_limit: most tokens of a micro-batch, where fewer than memory holds are wanted.
         spare: prices the schemes with the optimizer's state in host memory; used where the longest sequence does not
-            fit otherwise, and does then.
+            fit otherwise, and longer ones do then.
 
     Raises:
         InfeasibleError: under no scheme does even the model state fit.
     """
     schemes, candidates = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit)
-    if spare is not None and max((c.max_tokens for c in candidates), default=0) < max_length:
+    if spare is not None and (longest := most_tokens(candidates)) < max_length:
         others = _candidates(spare, cluster, num_layers, max_length, search_space, token_limit)
-        if max((c.max_tokens for c in others[1]), default=0) >= max_length:
+        if most_tokens(others[1]) > longest:  # also where both refuse: the limit that is told is the one to train at
             schemes, candidates = others
     if not candidates:
         _refuse(schemes, cost, cluster, search_space)
@@ -161,6 +161,11 @@ def make_problem(
     )
 
 
+def most_tokens(candidates: Iterable[Candidate]) -> int:
+    """Tokens of the longest sequence that any of them holds."""
+    return max((candidate.max_tokens for candidate in candidates), default=0)
+
+
 def _candidates(
     cost: CostModel,
     cluster: ClusterSpec,
@@ -172,7 +177,7 @@ def _candidates(
     """The schemes of the search space, offload and tiles left out, and the candidates with them, under ``cost``."""
     schemes = search_space.schemes(num_layers, cluster)
     candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
-    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < max_length:
+    if search_space.methods is None and most_tokens(candidates) < max_length:
         schemes = search_space.widest.schemes(num_layers, cluster)
         candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
     candidates = with_fewest_recomputed(
@@ -188,6 +193,7 @@ def _candidates(
             token_limit=token_limit,
             has_host=search_space.offload is OffloadMode.AUTO and cluster.device.host_bytes_per_s > 0,
             tile_tokens=TILE_TOKENS if search_space.tile_tokens is None else 0,
+            recomputed={RecomputeMode.NONE: 0.0, RecomputeMode.ALL: 1.0}.get(search_space.recompute),
         )
     return schemes, candidates
 
