@@ -7,7 +7,6 @@ from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
 from lengthwise.core.errors import InputError
 from lengthwise.plan.space.search_space import RecomputeMode
-from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 
 
@@ -44,10 +43,10 @@ def run(
     json: shared.Json = False,
 ) -> None:
     """Plan and simulate the same global batches under every policy."""
-    from lengthwise.cli.tables.compare_table import compare_with_progress, print_comparison
+    from lengthwise.cli.tables.compare_table import compare_with_progress, show_comparison
     from lengthwise.cli.tables.reach_table import show_reach
     from lengthwise.report.whole_file import check_place
-    from lengthwise.session.compare_lengths import comparison_page, write_page
+    from lengthwise.session.compare_lengths import comparison_page
     from lengthwise.session.plan_lengths import comparison_of
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
     from lengthwise.sim.sim_options import SimOptions
@@ -70,9 +69,7 @@ def run(
         return show_reach(contest, points, max_length=max_length, json=json)
     results = compare_with_progress(contest, points, with_steps=html is not None)
     comparison = comparison_page(contest, clusters, results, source=str(source), ledger=ledger)
-    if html is not None:
-        write_page(comparison, html)
-    emit_json(comparison.to_json()) if json else print_comparison(comparison, ledger, html)
+    show_comparison(comparison, ledger, html, json=json)
 
 
 def _source(

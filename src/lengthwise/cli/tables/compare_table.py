@@ -9,9 +9,9 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison, columns, headline, outlook, row
 from lengthwise.report.pages.sweep_results import sweep_columns, sweep_rows
-from lengthwise.session.compare_lengths import compare_points, ledger_words
+from lengthwise.session.compare_lengths import compare_points, ledger_words, write_page
 from lengthwise.session.compare_policies import PolicyComparison
-from lengthwise.session.console import progress, stdout
+from lengthwise.session.console import emit_json, progress, stdout
 from lengthwise.session.sweep import SweepPoint
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SHORT = {"per device": "/GPU", "over static": "static", "step time": "step", "to
 def compare_with_progress(
     contest: PolicyComparison, points: Sequence[SweepPoint], *, with_steps: bool
 ) -> list[ClusterResult]:
-    """As ``compare_points``; meanwhile shows how many of the steps are planned, and which policy is at work."""
+    """Results of every point, as of ``compare_points``; meanwhile a bar shows which policy plans, and how far it is."""
     with progress() as bar:
         task = bar.add_task("plan", total=len(points) * len(contest.policies) * contest.num_steps)
 
@@ -34,6 +34,13 @@ def compare_with_progress(
             bar.update(task, advance=num_done, description=f"{cluster.num_devices} devices, {policy}")
 
         return compare_points(contest, points, with_steps=with_steps, on_step=show)
+
+
+def show_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | None, *, json: bool) -> None:
+    """Write the page, if there is to be one, and print tables or one document."""
+    if html is not None:
+        write_page(comparison, html)
+    emit_json(comparison.to_json()) if json else print_comparison(comparison, ledger, html)
 
 
 def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | None) -> None:
