@@ -62,3 +62,15 @@ def test_a_limit_of_the_allocator_that_no_plan_knew_of_is_learned(tmp_path):
     run.close()
     assert any(result is None for result in results), "the limit was never met; lower it"
     assert sum(result is not None for result in results) == 4
+
+
+def test_the_link_to_the_host_is_measured():
+    from lengthwise.runtime.comm.world import start_world, stop_world
+    from lengthwise.runtime.profile.measure_links import measure_links
+
+    world = start_world("cuda")
+    try:
+        host = measure_links(world).host
+    finally:
+        stop_world(world)
+    assert host.bytes_per_s > 1e9 and host.call_s < 1e-3

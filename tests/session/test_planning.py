@@ -16,7 +16,7 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.corrected import CorrectedCost
-from lengthwise.cost.links import call_s, collective_bytes_per_s, with_measured_links
+from lengthwise.cost.links import call_s, collective_bytes_per_s, host_copy_bytes_per_s, with_measured_links
 from lengthwise.data.corpus import Corpus, CorpusPart, open_corpus
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
@@ -341,6 +341,9 @@ def test_links_that_were_measured_take_the_place_of_those_of_the_data_sheet(tmp_
     cluster = with_measured_links(cluster_preset("2xcpu"), links)
     assert (call_s(2, cluster), collective_bytes_per_s(2, cluster)) == (0.5, pytest.approx(4e6))
     assert cluster.device.network_call_s == cluster_preset("2xcpu").device.network_call_s
+    to_host = LinkSpeeds(within=None, across=None, host=LinkSpeed(call_s=2e-5, bytes_per_s=2e10))
+    gpus = with_measured_links(cluster_preset("2xH100-80GB"), to_host)
+    assert host_copy_bytes_per_s(gpus) == pytest.approx(2e10)
     assert with_measured_links(cluster, None) == cluster
 
 

@@ -189,6 +189,8 @@ class LinkSpeeds:
     """Between the ranks of a node."""
     across: LinkSpeed | None
     """Between nodes, each rank through its own port."""
+    host: LinkSpeed | None = None
+    """To and from pinned memory of each rank's host, both at a time and all ranks at once; None of CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,8 @@ def with_measured_links(cluster: ClusterSpec, links: LinkSpeeds | None) -> Clust
     if links and (across := links.across):
         rate = across.bytes_per_s / LINK_EFFICIENCY
         device = replace(device, network_call_s=across.call_s, network_bytes_per_s=rate)
+    if links and (host := links.host):
+        device = replace(device, host_bytes_per_s=host.bytes_per_s / LINK_EFFICIENCY)
     return replace(cluster, device=device)
 
 

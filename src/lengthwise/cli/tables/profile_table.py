@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from lengthwise.cost.profiled.accuracy import Extrapolation, ModelErrors
     from lengthwise.cost.profiled.fitted import Fit
 
+_PLACES = {"within": "within a node", "across": "across nodes", "host": "to and from the host"}
+
 
 def profile_document(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequence[ModelErrors]") -> dict[str, Any]:
     """The JSON document of a profile; ``unseen``: errors on rows that were left out."""
@@ -65,7 +67,7 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
     for place, link in asdict(table.links).items() if table.links else ():
         if link:
             rate = f"{link['bytes_per_s'] / 1e9:,.2f} GB/s, {link['call_s'] * 1e3:.2f} ms a call"
-            console.print(f"links {place} {'a node' if place == 'within' else 'nodes'}: {rate}", soft_wrap=True)
+            console.print(f"links {_PLACES[place]}: {rate}", soft_wrap=True)
     console.print(
         f"T = {fitted.a_s:.3g} s l^2 + {fitted.b_s:.3g} s l per sequence + {fitted.c_s:.3g} s per micro-batch; "
         f"{fitted.bytes_per_token / 1024:,.1f} KiB per token; update {table.update_s * 1e3:.1f} ms; "

@@ -161,20 +161,30 @@ class FittedCost(ProfiledCost):
         """Seconds that each sequence adds: ``a l^2 + b l``."""
         fit = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
-        return (fit.a_s * length + max(fit.b_s, LEAST_B_S)) * length
+        times_s = (fit.a_s * length + max(fit.b_s, LEAST_B_S)) * length
+        return times_s if scheme.is_plain else times_s + self._offload.times_s(length, scheme)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds of a micro-batch before its first token: ``c``."""
-        return self._fits(scheme).c_s
+        return self._fits(scheme).c_s + (0.0 if scheme.is_plain else self._offload.overhead_s(scheme))
 
     def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out."""
         ranges_s = [(share, self.fits[part].confidence(lengths)) for part, share in self._parts(scheme).items()]
-        return sum(share * low for share, (low, _) in ranges_s), sum(share * high for share, (_, high) in ranges_s)
+        added_s = self._added_s(lengths, scheme)
+        low_s, high_s = (sum(share * ends[end] for share, ends in ranges_s) for end in (0, 1))
+        return low_s + added_s, high_s + added_s
+
+    def _added_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
+        """Seconds of a micro-batch that offload and tiles add."""
+        if scheme.is_plain:
+            return 0.0
+        return float(self._offload.times_s(np.asarray(lengths), scheme).sum()) + self._offload.overhead_s(scheme)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         kept_bytes = [share * self.fits[part].kept_bytes(tokens) for part, share in self._parts(scheme).items()]
-        return max(self._state_bytes(scheme, num_devices)) + np.sum(kept_bytes, axis=0)
+        on_device = 1.0 if scheme.is_plain else self._offload.kept_share(scheme)
+        return max(self._state_bytes(scheme, num_devices)) + on_device * np.sum(kept_bytes, axis=0)
 
     def _find(self, scheme: PipelineConfig) -> Fit:
         """The fit of a scheme; of one whose layers have several methods, the mean of times over its layers."""

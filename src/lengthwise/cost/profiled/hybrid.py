@@ -103,12 +103,17 @@ class HybridCost(FittedCost):
         """What a micro-batch of each sequence alone takes, less the overhead."""
         length = np.asarray(lengths, dtype=np.float64)
         parts = self._parts(scheme).items()
-        return np.sum([share * self._learned[part].sequence_times_s(length) for part, share in parts], axis=0)
+        times_s: np.ndarray = np.sum(
+            [share * self._learned[part].sequence_times_s(length) for part, share in parts], axis=0
+        )
+        return times_s if scheme.is_plain else times_s + self._offload.times_s(length, scheme)
 
     def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out."""
         ranges_s = [(share, self._learned[part].pack_range_s(lengths)) for part, share in self._parts(scheme).items()]
-        return sum(share * low for share, (low, _) in ranges_s), sum(share * high for share, (_, high) in ranges_s)
+        added_s = self._added_s(lengths, scheme)
+        low_s, high_s = (sum(share * ends[end] for share, ends in ranges_s) for end in (0, 1))
+        return low_s + added_s, high_s + added_s
 
     @property
     def memory_limit_bytes(self) -> float:

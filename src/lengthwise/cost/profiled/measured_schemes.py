@@ -9,6 +9,8 @@ from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.profiled.unmeasured_offload import UnmeasuredOffload, without_offload_and_tiles
 from lengthwise.cost.separable import SchemeCache, SeparableCost
 
 Tables = ProfileTable | Sequence[tuple[PipelineConfig, ProfileTable]]
@@ -34,7 +36,7 @@ def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[Pipe
 
 
 class ProfiledCost(SeparableCost):
-    """A cost model that knows the schemes that were profiled and no others."""
+    """A cost model that knows the schemes that were profiled, these with offload and tiles, and no others."""
 
     def __init__(
         self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
@@ -60,6 +62,10 @@ class ProfiledCost(SeparableCost):
         super().__init__(model=model, cluster=cluster, dtype=dtypes[0], narrow_gradients=narrow_gradients)
         self.tables = dict(tables)
         self._parts = SchemeCache(self._find_parts)
+        self._offload = UnmeasuredOffload(
+            AnalyticCost(model=model, cluster=cluster, dtype=dtypes[0], narrow_gradients=narrow_gradients),
+            self.sequence_times_s,
+        )
 
     def update_s(self, strategy: Strategy) -> float:
         """Measured seconds of a step outside its micro-batches: those of the strategy's slowest scheme."""
@@ -71,6 +77,10 @@ class ProfiledCost(SeparableCost):
         parts = self._parts(scheme)
         return min(max(max(row.lengths) for row in self.tables[part].rows) for part in parts)
 
+    def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
+        per_token = 0.0 if scheme.is_plain else self._offload.host_bytes_per_token(scheme)
+        return self._host_state_bytes(num_devices), per_token
+
     def _find_parts(self, scheme: PipelineConfig) -> dict[PipelineConfig, float]:
         """Profiled schemes, and the share of the layers of ``scheme`` that are computed as in each.
 
@@ -79,6 +89,8 @@ class ProfiledCost(SeparableCost):
         """
         if scheme in self.tables:
             return {scheme: 1.0}
+        if not scheme.is_plain:
+            return self._find_parts(without_offload_and_tiles(scheme))
         shares = Counter(scheme.methods)
         parts = {
             replace(scheme, methods=(method,) * scheme.num_layers): count / scheme.num_layers

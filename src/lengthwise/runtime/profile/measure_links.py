@@ -1,4 +1,4 @@
-"""Measure the links between ranks: seconds of a call that moves next to nothing, and bytes per second."""
+"""Measure the links between ranks, and to their hosts: seconds to move next to nothing, and bytes per second."""
 
 import time
 from statistics import median
@@ -17,15 +17,17 @@ REPEATS = 5
 
 
 def measure_links(world: DistContext) -> LinkSpeeds | None:
-    """Time gathers among the ranks of each node, and among ranks of different nodes; None where a rank is alone.
+    """Time gathers among the ranks of each node and of different nodes, and copies of GPUs to and from their hosts.
 
-    All groups send at once, so that every port is as busy as in training. Every rank calls this.
+    All ranks send at once, so that every port is as busy as in training. Every rank calls this. None where a CPU is
+    alone.
     """
     per_node = local_size() if world.size % local_size() == 0 else 1
     nodes = [tuple(range(first, first + per_node)) for first in range(0, world.size, per_node)]
     within = _speed(world, nodes) if per_node > 1 else None
     across = _speed(world, list(zip(*nodes))) if len(nodes) > 1 else None
-    return LinkSpeeds(within=within, across=across) if within or across else None
+    host = _host_speed(world) if world.device.type == "cuda" else None
+    return LinkSpeeds(within=within, across=across, host=host) if within or across or host else None
 
 
 def _speed(world: DistContext, groups: list[tuple[int, ...]]) -> LinkSpeed:
@@ -37,15 +39,43 @@ def _speed(world: DistContext, groups: list[tuple[int, ...]]) -> LinkSpeed:
     return LinkSpeed(call_s=call_s, bytes_per_s=sent_bytes / max(moving_s - call_s, 0.01 * moving_s))
 
 
+def _host_speed(world: DistContext) -> LinkSpeed:
+    """Seconds to start a copy and the rate of large ones, out and back at a time as offload has them."""
+    start_s, moving_s = (_copy_s(world, num_bytes) for num_bytes in (1, NUM_BYTES))
+    return LinkSpeed(call_s=start_s, bytes_per_s=NUM_BYTES / max(moving_s - start_s, 0.01 * moving_s))
+
+
+def _copy_s(world: DistContext, num_bytes: int) -> float:
+    """Median seconds of a copy of ``num_bytes`` to the host beside one back; the most of any rank."""
+    on_host = torch.zeros(2, num_bytes, dtype=torch.uint8, pin_memory=True)
+    on_device, times_s = torch.zeros(2, num_bytes, dtype=torch.uint8, device=world.device), []
+    back = torch.cuda.Stream(world.device)
+    for _ in range(1 + REPEATS):
+        gather_rows(torch.zeros(1, device=world.device))
+        world.synchronize()
+        start_s = time.perf_counter()
+        on_host[0].copy_(on_device[0], non_blocking=True)
+        with torch.cuda.stream(back):
+            on_device[1].copy_(on_host[1], non_blocking=True)
+        world.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    return _slowest_s(world, times_s)
+
+
 def _gather_s(world: DistContext, group: Group, num_bytes: int) -> float:
     """Median seconds of a gather to which each rank contributes ``num_bytes``; the most of any rank."""
     x, times_s = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
-    for _ in range(1 + REPEATS):  # the first call of anything is slow
+    for _ in range(1 + REPEATS):
         gather_rows(torch.zeros(1, device=world.device))
         world.synchronize()
         start_s = time.perf_counter()
         group.gather(x, (num_bytes,) * group.size).wait()
         world.synchronize()
         times_s.append(time.perf_counter() - start_s)
+    return _slowest_s(world, times_s)
+
+
+def _slowest_s(world: DistContext, times_s: list[float]) -> float:
+    """The median of all but the first, which is slow of anything; the most of any rank."""
     slowest = torch.tensor([median(times_s[1:])], dtype=torch.float64, device=world.device)
     return float(gather_rows(slowest).max())
