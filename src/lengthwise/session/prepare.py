@@ -115,7 +115,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             prepared.frozen(frozen, check=chosen.check)
         stream, longest = planned_stream(stream, prepared, sequences.lengths)
         lr, calibration = chosen.lr, planner if isinstance(planner, OnlineCalibration) else None
-        run = Run(
+        return Run(
             prepared,
             stream=stream,
             planner=planner,
@@ -138,7 +138,6 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             ),
             coupling=coupling_of(chosen, memory_bytes),
         )
-        return run
     except BaseException:
         prepared.close()
         raise
@@ -270,6 +269,7 @@ def _learn(
             by_layer=chosen.weights == "by-layer",
             state_on_host=is_on_host(chosen.offload_state),
         )
+        prepared.can_recompute = chosen.recompute != "none"
         with IdRanges(prepared) as lookups:
             all_succeed(world, partial(_learn_named, prepared))
         makes_loss = chosen.loss is not None or chosen.inputs is not None

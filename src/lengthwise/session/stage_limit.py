@@ -32,7 +32,7 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
             check_stages(prepared, (1,) * num_layers)
             prepared.is_cuttable = True
         except LengthwiseError as error:
-            problem = str(error)
+            problem = str(error).partition("; plan with")[0]
     if problem and prepared.world.is_first:
         level = logging.DEBUG if asked is None else logging.WARNING
         _log.log(level, "%s is computed in one pipeline stage: %s", type(prepared.model).__name__, problem)

@@ -76,12 +76,18 @@ def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[
 
 
 def check_executable(
-    plan: StepPlan, num_layers: int, num_ranks: int, *, stage_problem: str, has_tiles: bool = False
+    plan: StepPlan,
+    num_layers: int,
+    num_ranks: int,
+    *,
+    stage_problem: str,
+    has_tiles: bool = False,
+    can_recompute: bool = True,
 ) -> None:
     """Raise ``InputError`` unless the plan's ranks, stages, methods and tiles suit a third-party model.
 
     ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
-    are known, and compared, that compute tiles.
+    are known, and compared, that compute tiles. ``can_recompute``: whether layers may be recomputed.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
@@ -97,6 +103,11 @@ def check_executable(
             raise InputError(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
+            )
+        if not can_recompute and any(pipeline.scheme_of(m).num_recomputed for m in pipeline.micro_batches):
+            raise InputError(
+                f"{where}: pipelines[{number}] recomputes layers, which {Setting.RECOMPUTE}=none left out of the "
+                "comparison with the stock model; leave that option out, or plan without"
             )
         tile = max((pipeline.scheme_of(m).tile_tokens for m in pipeline.micro_batches), default=0)
         if tile and not has_tiles:

@@ -53,6 +53,8 @@ class PreparedModel:
         self.frozen_models: list[WrappedModel] = []
         self.is_cuttable = False
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
+        self.can_recompute = True
+        """Whether plans may recompute layers: ``recompute="none"`` leaves that out of the comparison."""
         self.check_ids: CheckIds = lambda token, label: None
         """Raises ``InputError`` where the largest token or label of sequences, with its place, is none of the model."""
         self._guard: RemovableHandle | None = None
@@ -126,14 +128,14 @@ class PreparedModel:
     def stage_problem(self) -> str:
         """Why the model cannot be cut into the stages of a pipeline; an empty string if it can."""
         outside = any(call.layer is None for call in self.wrapped_model.script.calls.values())
-        elsewhere = any(
+        elsewhere = self.gather is not None and any(
             0 < unit <= self.wrapped_model.structure.num_layers and unit != position
             for position, units in enumerate(self.wrapped_model.used_units)
             for unit in units
         )
         problems = {
             "FSDP2 shards the model": isinstance(self.state, Fsdp2State),
-            "code outside of a layer computes with its weights": elsewhere,
+            "weights of a layer, which its stage alone gathers, are used in another layer or outside": elsewhere,
             "frozen models compute beside it": bool(self.frozen_models),
             "its ranks exchange tokens outside of its layers": outside and self.world.size > 1,
             self.wrapped_model.gather_problem: bool(self.wrapped_model.gather_problem),

@@ -84,7 +84,7 @@ class Run(WatchedModel):
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
         self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
-        self._guard, self.check_ids = prepared._guard, prepared.check_ids
+        self._guard, self.check_ids, self.can_recompute = prepared._guard, prepared.check_ids, prepared.can_recompute
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
@@ -206,8 +206,7 @@ class Run(WatchedModel):
             CheckError: a step is being computed, or ranks make different calls.
         """
         self._come_between_steps("run.score()")
-        items = () if items is None else items
-        brought = self.items.gather(items, self.next_step, RankOperation.SCORE)
+        brought = self.items.gather(() if items is None else items, self.next_step, RankOperation.SCORE)
         assert brought is not None, "there are items, if none"
         plan, clock = self.items.plan_forwards(brought.batch), StepClock(self.world)
         sync_step(plan, clock, self.parameters.problem())
@@ -385,11 +384,12 @@ class Run(WatchedModel):
         Raises:
             InputError: the plan is for other ranks or another model.
         """
-        num_layers = self.wrapped_model.structure.num_layers
         unchecked = "" if self.check_stages is not None else "its stages were not compared with the whole model"
         unchecked = unchecked if self.coupling is None else "coupled_loss= couples its micro-batches"
-        problem, has_tiles = self.stage_problem or unchecked, self.wrapped_model.tiles is not None
-        check_executable(plan, num_layers, self.world.size, stage_problem=problem, has_tiles=has_tiles)
+        check_executable(
+            plan, self.wrapped_model.structure.num_layers, self.world.size, can_recompute=self.can_recompute,
+            stage_problem=self.stage_problem or unchecked, has_tiles=self.wrapped_model.tiles is not None,
+        )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
             if len(cut) > 1 and self.check_stages is not None and not self.is_cuttable:

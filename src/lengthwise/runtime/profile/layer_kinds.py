@@ -6,7 +6,7 @@ attributes, such as the size of a window.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.state.layer_gather import LayerGather
+from lengthwise.runtime.wrap.structure import Layers
 
 MOST_KINDS = 4
 """Kinds that are measured; layers of rarer ones count as those with the closest number of parameters."""
@@ -61,8 +62,15 @@ class MeasuredLayers:
             yield
 
 
-def measured_layers(layers: nn.ModuleList) -> MeasuredLayers:
-    """Choose the layers to measure: of each kind the first, but for layer 0, which warms up where another will do."""
+def measured_layers(layers: Layers, *, called: Collection[int] | None = None) -> MeasuredLayers:
+    """Choose the layers to measure: of each kind the first, but for layer 0, which warms up where another will do.
+
+    ``called``: layers that are all measured, for the model does not call each once; None: it does.
+    """
+    if called is not None:
+        return MeasuredLayers(
+            shares=dict.fromkeys(called, 1 / len(layers)), num_layers=len(layers), like_first=min(called)
+        )
     kinds = _merged(kinds_of(layers), layers)
     shares, like_first = {0: 0.0}, 0
     for kind, count in Counter(kinds).items():
@@ -103,7 +111,7 @@ def _traits(layer: nn.Module) -> dict[str, Any]:
     return traits
 
 
-def _merged(kinds: list[int], layers: nn.ModuleList) -> list[int]:
+def _merged(kinds: list[int], layers: Layers) -> list[int]:
     """``kinds`` with at most :data:`MOST_KINDS` of them."""
     frequent = [kind for kind, _ in Counter(kinds).most_common(MOST_KINDS)]
     sizes = {kind: sum(parameter.numel() for parameter in layers[kind].parameters()) for kind in set(kinds)}

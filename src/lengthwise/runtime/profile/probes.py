@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.wrap.layer_hooks import Forward, LayerWatch
+from lengthwise.runtime.wrap.tensors_in import tensors_in
 
 
-def first_tensor(tree: Any) -> Tensor:
-    """The first tensor in a tree of a layer's arguments or outputs: its hidden states."""
-    return next(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+def _hook_first(tree: Any, hook: Callable[[Tensor], None]) -> None:
+    """Have ``hook`` called with the gradient of the first tensor of a layer's arguments or outputs that has one."""
+    first = next((tensor for tensor in tensors_in(tree) if tensor.requires_grad), None)
+    if first is not None:
+        first.register_hook(hook)
 
 
 def storages(tree: Any) -> dict[int, int]:
     """Sizes in bytes of the distinct storages of the tensors in a tree, by address."""
-    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(tree)}
 
 
 class Stopwatch(LayerWatch):
@@ -38,22 +39,22 @@ class Stopwatch(LayerWatch):
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Time the layer's forward, and its backward when that runs."""
-        arguments, moments = first_tensor((args, kwargs)), dict[str, float]()
+        moments = dict[str, float]()
         self._backwards.setdefault(layer, []).append(moments)
-        if arguments.requires_grad:
-            arguments.register_hook(self._noting(moments, "ended"))
+        _hook_first((args, kwargs), self._noting(moments, "ended"))
         self._wait()
         start_s = time.perf_counter()
         outputs = forward(*args, **kwargs)
         self._wait()
         self.forward_s[layer] = self.forward_s.get(layer, 0.0) + time.perf_counter() - start_s
-        if first_tensor(outputs).requires_grad:
-            first_tensor(outputs).register_hook(self._noting(moments, "begun"))
+        _hook_first(outputs, self._noting(moments, "begun"))
         return outputs
 
     def backward_s(self, layer: int) -> float | None:
-        """Backward seconds of a layer; None where its input needs no gradient, so that the end cannot be observed."""
-        calls = [moments for moments in self._backwards[layer] if "ended" in moments]
+        """Backward seconds of a layer; None where its input or output has no gradient that can be observed."""
+        if layer not in self._backwards:
+            return 0.0  # it was not called
+        calls = [moments for moments in self._backwards[layer] if {"begun", "ended"} <= moments.keys()]
         return sum(moments["ended"] - moments["begun"] for moments in calls) if calls else None
 
     def _noting(self, moments: dict[str, float], which: str) -> Callable[[Tensor], None]:
@@ -94,7 +95,7 @@ class SavedTensorCounter(LayerWatch):
     def input_bytes(self, layer: int) -> int:
         """Bytes of a layer's arguments, without those that the layer before had as well."""
         before = self._given.get(layer - 1, {})
-        return sum(size for place, size in self._given[layer].items() if place not in before)
+        return sum(size for place, size in self._given.get(layer, {}).items() if place not in before)
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Count what a layer saves; a recomputed layer saves its arguments, which hooks may not see.

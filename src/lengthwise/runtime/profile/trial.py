@@ -87,10 +87,10 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         _backward(loss, micro_batch)
         if device.type == "cuda":
             num_bytes = torch.cuda.max_memory_allocated(device) - before
-    computed = sorted(counter.kept_bytes)
+    computed = sorted(run.wrapped_model.layers.computed or counter.kept_bytes)
     return MemoryResult(
         num_bytes=num_bytes,
-        layers=tuple(counter.kept_bytes[layer] for layer in computed),
+        layers=tuple(counter.kept_bytes.get(layer, 0) for layer in computed),
         inputs=tuple(counter.input_bytes(layer) for layer in computed),
         attended=attended,
     )
@@ -134,10 +134,10 @@ def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None
             return None
     world.synchronize()
     time_s = time.perf_counter() - start_s
-    computed = sorted(watch.forward_s)
+    computed = sorted(run.wrapped_model.layers.computed or watch.forward_s)
     return TimingResult(
         time_s=time_s,
-        forward_s=tuple(watch.forward_s[layer] for layer in computed),
+        forward_s=tuple(watch.forward_s.get(layer, 0.0) for layer in computed),
         backward_s=tuple(watch.backward_s(layer) for layer in computed),
     )
 

@@ -28,6 +28,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.layer_kinds import MeasuredLayers, measured_layers
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 SHORTEST = 32
 """Slots of the shortest sequence measured, where sequences are much longer."""
@@ -126,7 +127,7 @@ def measure(
         degrees = [degree for degree in range(1, world.size + 1) if world.size % degree == 0]
     if not degrees or not all(1 <= degree <= world.size for degree in degrees):
         raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
-    measured = measured_layers(wrapped_model.structure.layers)
+    measured = _layers_to_measure(wrapped_model)
     layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress, measured)
     before, layers.computed = layers.computed, frozenset(measured.numbers)
     try:
@@ -151,6 +152,16 @@ def measure(
     )
     on_progress(1.0)
     return table
+
+
+def _layers_to_measure(wrapped_model: WrappedModel) -> MeasuredLayers:
+    """One layer of each kind; all that are called, where the model does not call each once and so needs them all."""
+    layers, structure = wrapped_model.layers, wrapped_model.structure
+    measured = measured_layers(structure.layers)
+    is_in_order = wrapped_model.by_sequence is not None or not layers.order_problem
+    if is_in_order and layers.called.issuperset(measured.numbers):
+        return measured
+    return measured_layers(structure.layers, called=layers.called)
 
 
 def ladder(longest: int, *, degree: int, slot_tokens: int = 1) -> list[tuple[int, ...]]:

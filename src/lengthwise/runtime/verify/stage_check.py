@@ -91,7 +91,7 @@ def _forward(run: PreparedModel, layers: range, received: Tensor) -> tuple[Stage
     stage = shard.stage_pass = StagedForward(
         layers=layers,
         num_layers=run.wrapped_model.structure.num_layers,
-        receive=lambda like: received.clone(),
+        receive=lambda like: received.view(like.shape).clone(),
     )
     with active(shard):
         micro_batch = run.make(shard, pack)

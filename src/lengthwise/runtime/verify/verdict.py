@@ -59,7 +59,7 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
             for error_class in (InputError, InfeasibleError, CheckError)
             if isinstance(error, error_class)
         ]
-        return (kinds[0] if kinds else "CheckError"), str(error)
+        return (kinds[0] if kinds else "CheckError"), error.marked
     name = type(run.model).__name__
     if isinstance(error, IndexError) and is_stock:
         return "InputError", (

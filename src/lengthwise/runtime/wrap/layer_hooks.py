@@ -14,9 +14,16 @@ from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
-from lengthwise.runtime.wrap.offload_layers import by_position, hidden_states_of, saving
+from lengthwise.runtime.wrap.offload_layers import (
+    by_position,
+    hidden_states_key,
+    hidden_states_of,
+    saving,
+)
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer, selective_contexts
 from lengthwise.runtime.wrap.stage_pass import StagedForward, hidden_states_in
+from lengthwise.runtime.wrap.structure import Layers
+from lengthwise.runtime.wrap.tensors_in import tensors_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
@@ -37,7 +44,7 @@ class LayerWatch:
 class HookedLayers:
     """Replaces the forwards of a model's layers, until :meth:`release`."""
 
-    def __init__(self, layers: nn.ModuleList, *, context: Callable[[], Any] | None = None) -> None:
+    def __init__(self, layers: Layers, *, context: Callable[[], Any] | None = None) -> None:
         """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them."""
         self.intercept: InterceptCalls | None = None
         """The function mode that is active while the model's forward runs."""
@@ -54,19 +61,26 @@ class HookedLayers:
         """Whether code between two layers runs."""
         self.order_problem = ""
         """What was unusual in the order in which the layers were called, if anything was."""
+        self.gather_problem = ""
+        """Why layers cannot be gathered when they are reached, if they cannot; their order aside."""
         self._is_halted = False
         self.context = context
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
-        self._prepared: list[PreparedForward] = []
+        numbers_of: dict[nn.Module, list[int]] = {}
+        for number, layer in enumerate(layers):
+            numbers_of.setdefault(layer, []).append(number)
+        self._prepared = [
+            PreparedForward(layer, partial(self._forward, tuple(numbers))) for layer, numbers in numbers_of.items()
+        ]
         self._last: Any = None
+        self._hidden_keys: dict[int, int | str | None] = {}
+        """Which argument of each layer the hidden states are."""
         self._attends: dict[int, bool] = {}
         self.widths: dict[int, int] = {}
         """Numbers of each slot in the hidden states that a layer returns."""
         self._registered: dict[int, int] = {}
         """Attention calls of each layer through the registry of transformers."""
-        for number, layer in enumerate(layers):
-            self._prepared.append(PreparedForward(layer, partial(self._forward, number)))
 
     def release(self) -> None:
         """Restore the layers' own forwards."""
@@ -82,17 +96,19 @@ class HookedLayers:
         finally:
             self._is_halted = False
 
-    def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, numbers: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+        """Compute a layer; ``numbers``: its places in the list, which may have a module several times."""
         if self._is_halted:
             raise LayerReachedError
+        number = next((number for number in numbers if number >= self.position), numbers[0])
         if not shards.is_active():
             return self._stock(number, args, kwargs)
         shard = shards.current()
         if self.computed is not None and number not in self.computed:
             self._skip(number)
-            return _passed_on(self._last, args, kwargs)
+            return _passed_on(self._last, self._hidden_states(number, args, kwargs))
         if self.computed is not None and number == 0:
-            args, kwargs = _with_gradient(args, kwargs)
+            args, kwargs = _with_gradient(self._hidden_states(number, args, kwargs), args, kwargs)
         stage = shard.stage_pass
         if stage is not None and number < stage.layers.start:
             return self._skipped(number, stage, args, kwargs)
@@ -102,7 +118,8 @@ class HookedLayers:
         before, registered, shard.layer = shard.counts.all_attention, shard.counts.registered, number
         if self.intercept is not None:
             self.intercept.layer = number
-        with saving(shard.offload, number, self._modules[number], args, kwargs) as layer:
+        last, key = self._last, self._hidden_keys.get(number)
+        with saving(shard.offload, number, self._modules[number], args, kwargs, key=key) as layer:
             if is_recomputed:
                 compute = partial(self._recomputed, number, layer)
             self._last = self.watch.computes(number, compute, args, kwargs)
@@ -113,9 +130,12 @@ class HookedLayers:
         self._registered[number] = shard.counts.registered - registered
         if stage is not None and number == stage.layers.stop - 1:
             stage.end(self._last)
-        self._note_width(number, shard.num_slots)
+        self._note_shapes(number, shard.num_slots, _first_of(last), args, kwargs)
         self._leave(number + 1)
         return self._last
+
+    def _hidden_states(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        return hidden_states_of(args, kwargs, self._hidden_keys.get(number))
 
     def _stock(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer as before the model was prepared, maybe with gathered weights."""
@@ -126,18 +146,22 @@ class HookedLayers:
         self._leave(number + 1)
         return self._last
 
-    def _note_width(self, number: int, num_slots: int) -> None:
-        first = self._last[0] if isinstance(self._last, tuple) and self._last else self._last
-        if isinstance(first, Tensor) and num_slots:
-            self.widths[number] = first.numel() // num_slots
+    def _note_shapes(self, number: int, num_slots: int, before: Any, args: Any, kwargs: Any) -> None:
+        """Note the width of a layer's output, and which argument its input is; ``before``: the output before it."""
+        output = _first_of(self._last)
+        if isinstance(output, Tensor) and num_slots:
+            self.widths[number] = output.numel() // num_slots
+        if number not in self._hidden_keys:
+            self._hidden_keys[number] = hidden_states_key(args, kwargs, before, output)
 
     def _skipped(self, number: int, stage: StagedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
         self._skip(number)
         hidden_states_in(self._last)
-        if number == stage.layers.start - 1:
-            return _passed_on(self._last, (stage.received(hidden_states_of(args, kwargs)),), {})
-        return _passed_on(self._last, args, kwargs)
+        hidden_states = self._hidden_states(number, args, kwargs)
+        if number == stage.layers.start - 1 and hidden_states is not None:
+            return _passed_on(self._last, stage.received(hidden_states))
+        return _passed_on(self._last, hidden_states)
 
     def _skip(self, number: int) -> None:
         """Go on to the layer after one that is not computed."""
@@ -149,6 +173,12 @@ class HookedLayers:
     def begin(self) -> None:
         """Begin a forward of the model."""
         self._reach(0)
+
+    def end(self) -> None:
+        """Note that the forward of a whole model is over."""
+        if self.position <= len(self._modules):
+            missing = f"{self.position - 1 + self.is_between}" if self.position else "0"
+            self.order_problem = self.order_problem or f"layer {missing} is not called"
 
     def _reach(self, position: int, *inputs: Any) -> None:
         """Come to a position of the forward: the weights that it uses are gathered, if they are not whole."""
@@ -173,9 +203,20 @@ class HookedLayers:
         assert gather is not None
         if not gather.is_in_round:
             return
-        for output in pytree.tree_iter(outputs):
-            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
-                output.register_hook(lambda gradient: gather.reach_backward(position))
+        tensors = list(tensors_in(outputs))
+        if position and not tensors:
+            self.gather_problem = (
+                f"layer {position - 1} returns {type(outputs).__name__} without a tensor by which its backward is "
+                "noticed"
+            )
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: gather.reach_backward(position))
+
+    @property
+    def called(self) -> frozenset[int]:
+        """The layers that were called in a micro-batch."""
+        return frozenset(self._attends)
 
     @property
     def last_output(self) -> Any:
@@ -212,26 +253,30 @@ class HookedLayers:
         return checkpoint_layer(first, second, shard, context, (*args, *kwargs.values()), {})
 
 
-def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_gradient(
+    hidden_states: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the hidden states among a layer's arguments require a gradient.
 
     Where some layers stand for all, they are to have a backward, though they themselves or what is before them may be
     frozen: layers above have one.
     """
-    leaves, form = pytree.tree_flatten((args, kwargs))
-    number = next(
-        (number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
-    )
-    if number is None or leaves[number].requires_grad or not torch.is_grad_enabled():
+    if hidden_states is None or hidden_states.requires_grad or not torch.is_grad_enabled():
         return args, kwargs
-    leaves[number] = leaves[number].detach().requires_grad_()
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, form)
+    trained = hidden_states.detach().requires_grad_()
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda leaf: trained if leaf is hidden_states else leaf, (args, kwargs)
+    )
     return changed
 
 
-def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _first_of(output: Any) -> Any:
+    """The first value of what a layer returns."""
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def _passed_on(last: Any, hidden_states: Tensor | None) -> Any:
     """The output of a skipped layer: its input, in the form of the output of a layer before it."""
-    hidden_states = hidden_states_of(args, kwargs)
     if isinstance(last, Tensor):
         return hidden_states
     return (hidden_states, *last[1:]) if isinstance(last, tuple) else last

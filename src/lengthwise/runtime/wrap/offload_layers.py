@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.runtime.comm.activation_offload import OffloadedForward, OffloadedLayer, unpack
+from lengthwise.runtime.wrap.tensors_in import tensors_in
 
 _OF_ONE = frozenset(
     f"{name}Backward0"
@@ -45,9 +46,10 @@ class LayerOffload:
     """Storages that layers saved, and the first that did."""
 
     @contextmanager
-    def layer(self, number: int, module: Any, hidden: Tensor, arguments: Any) -> Iterator[OffloadedLayer | None]:
-        """Around the forward of a layer that is given ``arguments``, ``hidden`` among them."""
-        shared, before = set(map(_storage, _tensors(arguments))) - {_storage(hidden)}, self._given
+    def layer(self, number: int, module: Any, hidden: Tensor | None, arguments: Any) -> Iterator[OffloadedLayer | None]:
+        """Around the forward of a layer that is given ``arguments``, ``hidden`` among them if it is known."""
+        input_storage = None if hidden is None else _storage(hidden)
+        shared, before = set(map(_storage, _tensors(arguments))) - {input_storage}, self._given
         self._given = shared
         if number >= len(self.flags) or not self.flags[number]:
             with self.forward.layer(None):
@@ -56,10 +58,10 @@ class LayerOffload:
         parts = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
         lasting = set(map(_storage, parts))
         lasting |= shared & before if number and before else shared
-        with self.forward.layer(partial(self._stays, number, _storage(hidden), lasting)) as layer:
+        with self.forward.layer(partial(self._stays, number, input_storage, lasting)) as layer:
             yield layer
 
-    def _stays(self, number: int, hidden: int, lasting: set[int], tensor: Tensor) -> bool:
+    def _stays(self, number: int, hidden: int | None, lasting: set[int], tensor: Tensor) -> bool:
         storage = _storage(tensor)
         if storage == hidden:
             return False
@@ -73,21 +75,49 @@ class LayerOffload:
 
 
 def saving(
-    offload: LayerOffload | None, number: int, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    offload: LayerOffload | None,
+    number: int,
+    layer: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    key: int | str | None = None,
 ) -> AbstractContextManager[OffloadedLayer | None]:
-    """Around the forward of a layer: what it saves goes to the host, if ``offload`` says so; None: nothing does."""
+    """Around the forward of a layer: what it saves goes to the host, if ``offload`` says so; None: nothing does.
+
+    ``key``: which argument the hidden states are, as :func:`hidden_states_of` takes it.
+    """
     if offload is None or not torch.is_grad_enabled():
         return nullcontext()
     module = layer if isinstance(layer, nn.Module) else getattr(layer, "__self__", None)
-    return offload.layer(number, module, hidden_states_of(args, kwargs), (args, kwargs))
+    return offload.layer(number, module, hidden_states_of(args, kwargs, key), (args, kwargs))
 
 
-def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states among the arguments of a layer."""
-    hidden_states: Tensor | None = args[0] if args else kwargs.get("hidden_states")
-    if hidden_states is None:
-        hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
-    return hidden_states
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str | None = None) -> Tensor | None:
+    """The hidden states among the arguments of a layer; None: they are not found.
+
+    ``key``: which argument they are, by position or name; None: the first, ``hidden_states``, or the first tensor.
+    """
+    arguments = _by_key(args, kwargs)
+    value = arguments.get(key, arguments.get(0, arguments.get("hidden_states")))
+    if isinstance(value, Tensor):
+        return value
+    return next(tensors_in((args, kwargs)), None)
+
+
+def hidden_states_key(args: tuple[Any, ...], kwargs: dict[str, Any], before: Any, output: Any) -> int | str | None:
+    """Which argument of a layer are the hidden states: what the layer before returned, or what is of the same shape.
+
+    ``before``, ``output``: the hidden states that the layer before returned, and those that it returned itself.
+    """
+    tensors = {key: value for key, value in _by_key(args, kwargs).items() if isinstance(value, Tensor)}
+    of_shape = [key for key, value in tensors.items() if isinstance(output, Tensor) and value.shape == output.shape]
+    return next((key for key, value in tensors.items() if value is before), of_shape[0] if of_shape else None)
+
+
+def _by_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str | None, Any]:
+    """The arguments of a call by position or name."""
+    return {**dict[int | str | None, Any](enumerate(args)), **dict[int | str | None, Any](kwargs.items())}
 
 
 def by_position(call: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
@@ -105,7 +135,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+    return [tensor for tensor in tensors_in(tree) if tensor.layout == torch.strided]
 
 
 def _is_of_weight(tensor: Tensor) -> bool:

@@ -39,7 +39,7 @@ class ParameterUse(TorchFunctionMode):
         last = self._num_units - 1
         used = [set(units) for units in self._used]
         used[last] |= {self._unit_of[id(parameter)] for parameter in deferred if id(parameter) in self._unit_of}
-        for unit in set(range(self._num_units)) - set().union(*used):
+        for unit in set(self._unit_of.values()) - set().union(*used):
             for position in (unit, last) if unit == 0 else (unit,):
                 used[position].add(unit)
         return tuple(frozenset(units) for units in used)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 
 
 class StageEndError(Exception):
@@ -58,7 +58,7 @@ class StagedForward:
         if self.is_begun:
             raise InputError(
                 "the model was called twice in a micro-batch of a pipeline with several stages, which send each other "
-                "the hidden states of one call; plan with one stage (max_stages=1)"
+                f"the hidden states of one call; plan with one stage ({Setting.MAX_STAGES}=1)"
             )
         self.is_begun = True
 
@@ -83,7 +83,8 @@ def hidden_states_in(output: Any) -> Tensor:
     tensors = [value for value in (output if isinstance(output, tuple) else (output,)) if value is not None]
     if len(tensors) == 1 and isinstance(tensors[0], Tensor):
         return tensors[0]
+    returned = f"{len(tensors)} values" if isinstance(output, tuple) else f"a {type(output).__name__}"
     raise InputError(
-        f"a layer returns {len(tensors)} values, and stages of a pipeline send each other hidden states alone; plan "
-        "with one stage (max_stages=1)"
+        f"a layer returns {returned}, and stages of a pipeline send each other hidden states alone; plan with one "
+        f"stage ({Setting.MAX_STAGES}=1)"
     )

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.table import ParameterTable
 
+Layers = nn.ModuleList | nn.Sequential
+"""What holds the layers of a model."""
+
 _SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of frozen parameters that can be gathered by layer."""
 
@@ -22,7 +25,7 @@ class ModelStructure:
     model: nn.Module
     layers_name: str
     """The path of the list of layers in the model."""
-    layers: nn.ModuleList
+    layers: Layers
 
     @property
     def num_layers(self) -> int:
@@ -117,41 +120,62 @@ class ModelStructure:
 def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
     """Find a model's layers: the longest ``ModuleList`` of modules of one class, or the one named ``layers``.
 
-    ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
+    Where no ``ModuleList`` can be meant, the longest ``Sequential`` of modules of one class that have modules of their
+    own. ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
 
     Raises:
         InputError: there is none, or several are as long.
     """
-    lists = {
-        name: modules for name, modules in model.named_modules() if isinstance(modules, nn.ModuleList) and len(modules)
-    }
     if layers is not None:
-        if layers not in lists:
-            listed = ", ".join(lists) or "none"
-            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {listed}")
-        return ModelStructure(model=model, layers_name=layers, layers=lists[layers])
-    repeated = {
-        name: modules
-        for name, modules in lists.items()
-        if of_any_class or len({type(module) for module in modules}) == 1
-    }
-    outer = {
-        name: modules
-        for name, modules in repeated.items()
-        if not any(name.startswith(f"{other}.") for other in repeated if other != name)
-    }
+        named = {**_containers(model, nn.ModuleList), **_containers(model, nn.Sequential)}
+        if layers not in named:
+            listed = ", ".join(named) or "none"
+            raise InputError(f"{type(model).__name__} has no ModuleList or Sequential {layers!r}; it has: {listed}")
+        return ModelStructure(model=model, layers_name=layers, layers=named[layers])
+    outer = _candidates(model, of_any_class=of_any_class)
     if not outer:
         raise InputError(
-            f"{type(model).__name__} has no nn.ModuleList of equal modules, so its layers are not known; put them into "
-            "one, or name it: prepare(..., layers='transformer.blocks')"
+            f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of modules of one class, so its layers are "
+            "not known; put them into one, or name one with modules of several classes: "
+            "prepare(..., layers='transformer.blocks')"
         )
-    outer = {name: modules for name, modules in outer.items() if next(modules[0].children(), None) is not None} or outer
     longest = max(len(modules) for modules in outer.values())
     longest_names = _nearest_to_tokens(model, [name for name, modules in outer.items() if len(modules) == longest])
     if len(longest_names) > 1 and not of_any_class:
         listed = " and ".join(longest_names)
         raise InputError(f"{listed} have {longest} layers each; say which: prepare(..., layers={longest_names[0]!r})")
     return ModelStructure(model=model, layers_name=longest_names[-1], layers=outer[longest_names[-1]])
+
+
+def _candidates(model: nn.Module, *, of_any_class: bool) -> dict[str, Layers]:
+    """The outermost lists that may be the layers, by name: of those that are likeliest."""
+    lists, sequentials = _containers(model, nn.ModuleList), _containers(model, nn.Sequential)
+    equal = {name: modules for name, modules in lists.items() if len({type(module) for module in modules}) == 1}
+    equal_sequentials = {
+        name: modules for name, modules in sequentials.items() if len({type(module) for module in modules}) == 1
+    }
+    if of_any_class:
+        return _outermost(lists, are_nested=True) or _outermost(lists) or _outermost(equal_sequentials, are_nested=True)
+    return (
+        _outermost(equal, are_nested=True)
+        or _outermost(lists, are_nested=True)
+        or _outermost(equal_sequentials, are_nested=True)
+        or _outermost(equal)
+    )
+
+
+def _outermost(lists: dict[str, Layers], *, are_nested: bool = False) -> dict[str, Layers]:
+    """Keep lists that are in no other; with ``are_nested``, of those whose first module has modules of its own."""
+    return {
+        name: modules
+        for name, modules in lists.items()
+        if not any(name.startswith(f"{other}.") for other in lists if other != name)
+        and (not are_nested or next(modules[0].children(), None) is not None)
+    }
+
+
+def _containers(model: nn.Module, kind: type[Layers]) -> dict[str, Layers]:
+    return {name: modules for name, modules in model.named_modules() if isinstance(modules, kind) and len(modules)}
 
 
 def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import Forward, PreparedForward
+from lengthwise.runtime.wrap.structure import Layers
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class TiledModules:
     [1, t, H] to another without attention or noise.
     """
 
-    layers: nn.ModuleList
+    layers: Layers
     tile: int
     """Slots that are computed at once in micro-batches whose plan says nothing about it."""
     is_plain: Callable[[], bool]

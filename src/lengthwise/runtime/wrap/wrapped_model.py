@@ -130,7 +130,7 @@ class WrappedModel:
             return "it is computed sequence by sequence"
         if self._masks:
             return "its attention masks are made by further forwards of single sequences"
-        return self.layers.order_problem
+        return self.layers.order_problem or self.layers.gather_problem
 
     def check_gathers(self, problem: str = "") -> None:
         """Raise ``InputError`` if its weights cannot be gathered layer by layer: of a ``problem`` given, or its own."""
@@ -187,6 +187,7 @@ class WrappedModel:
             calls = ForwardCalls()
             self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
             forward()
+            self.layers.end()
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
         self.layers.check_attends(type(self.model).__name__)

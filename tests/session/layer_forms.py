@@ -1,0 +1,155 @@
+"""Models of users whose layers take and return other things than one tensor."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tests.session.models import Block
+from tests.session.structures import MOST, WIDTH, Plain
+
+
+class LayerOf(nn.Module):
+    """A layer that gives and takes other things than one tensor."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.block, self.form = Block(WIDTH, 2), form
+
+    def forward(self, *args, **kwargs):
+        if self.form == "rotary":
+            x, factors = args
+            return self.block(x) * factors.cos()
+        if self.form == "factors first":
+            factors, x = args
+            return self.block(x) * factors.cos()
+        if self.form == "by keyword":
+            return self.block(kwargs["x"]) * kwargs["factors"].cos()
+        if self.form == "state":
+            (state,) = args
+            return State(x=self.block(state.x), depth=state.depth + 1)
+        if self.form == "changed state":
+            (state,) = args
+            state.x = self.block(state.x)
+            return None
+        if self.form == "dictionary in and out":
+            (state,) = args
+            return {**state, "x": self.block(state["x"])}
+        x = self.block(args[0])
+        if self.form == "tuple":
+            return x, None, x.detach().mean()
+        if self.form == "list":
+            return [x]
+        return State(x=x, depth=1) if self.form == "dataclass" else {"x": x}
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+    depth: int
+
+
+class Formed(Plain):
+    form = ""
+
+    def layer(self):
+        return LayerOf(self.form)
+
+
+class TrainedRotary(Formed):
+    """A module with weights of its own makes what every layer is given."""
+
+    form = "rotary"
+
+    def __init__(self):
+        super().__init__()
+        self.rotary = nn.Embedding(MOST, WIDTH)
+
+    def run(self, x, idx):
+        factors = self.rotary(torch.arange(idx.shape[1]))
+        for block in self.blocks:
+            x = self.call(block, x, factors)
+        return x
+
+    def call(self, block, x, factors):
+        return block(x, factors)
+
+
+class FactorsFirst(TrainedRotary):
+    form = "factors first"
+
+    def call(self, block, x, factors):
+        return block(factors, x)
+
+
+class ByKeyword(TrainedRotary):
+    form = "by keyword"
+
+    def call(self, block, x, factors):
+        return block(factors=factors, x=x)
+
+
+class Tuples(Formed):
+    form = "tuple"
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x, *_ = block(x)
+        return x
+
+
+class Lists(Formed):
+    form = "list"
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            (x,) = block(x)
+        return x
+
+
+class Dictionaries(Formed):
+    form = "dictionary"
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = block(x)["x"]
+        return x
+
+
+class DictionaryThrough(Formed):
+    form = "dictionary in and out"
+
+    def run(self, x, idx):
+        state = {"x": x, "depth": 0}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"]
+
+
+class StateThrough(Formed):
+    form = "state"
+
+    def run(self, x, idx):
+        state = State(x=x, depth=0)
+        for block in self.blocks:
+            state = block(state)
+        return state.x
+
+
+class StateChanged(Formed):
+    form = "changed state"
+
+    def run(self, x, idx):
+        state = State(x=x, depth=0)
+        for block in self.blocks:
+            block(state)
+        return state.x
+
+
+class Dataclasses(Formed):
+    form = "dataclass"
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = block(x).x
+        return x

@@ -1,0 +1,95 @@
+"""However a model of a user's holds and calls its layers, it is computed exactly, or refused before it is trained."""
+
+import inspect
+import re
+
+import pytest
+
+import lengthwise as lw
+from lengthwise.core.errors import InputError
+from tests.runtime.harness import with_check
+from tests.session import layer_forms, odd_models, structures
+from tests.session.structure_runs import OPTIONS, build, many_outcomes, outcomes, plan_of, profile_of, rows
+
+EXACT = 1e-10
+"""float64: sums in another order, and steps at weights that differ by rounding."""
+NO_STAGES = (
+    r"is not called|learns something else in stages|stages of a pipeline send each other hidden states alone|"
+    r"which its stage alone gathers|outside of its layers|cannot form \d stages|of one layer|"
+    r"fails where plans compute it otherwise than its user, in stages"
+)
+"""Why a step in pipeline stages is refused."""
+REFUSED = (
+    r"is not called|called twice in a micro-batch, or its layers in another order|of another layer, and weights|"
+    r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
+    r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
+    r"without a tensor by which|must not depend on the data|expected m1 and m2 to have the same dtype"
+)
+"""Why a model is refused."""
+MENDED = {
+    ("layer_forms.FactorsFirst", "whole"): "",
+    ("layer_forms.ByKeyword", "by-layer"): "",
+    ("layer_forms.StateThrough", "by-layer"): r"a layer returns a State, and stages",
+    ("structures.OneInAll", "whole"): "",
+    ("structures.FirstIsLast", "by-layer"): r"weights of a layer, which its stage alone gathers, are used in another",
+    ("structures.SharedMlp", "whole"): "",
+    ("odd_models.Called", "by-layer"): "",
+    ("odd_models.Mixed", "whole"): "",
+    ("structures.EarlyExit", "whole"): r"layer 2 is not called; plan with one stage \(max_stages=1\)",
+}
+"""Models and weights; what a plan in stages is refused with, if it is."""
+
+
+def test_layers_held_called_and_shared_in_odd_ways_are_exact_under_every_kind_of_plan(ranks):
+    for rank in ranks(3).run(many_outcomes, list(MENDED)):
+        for (case, reason), found in zip(MENDED.items(), rank):
+            assert isinstance(found, dict), (case, found)
+            stages = found.pop("stages")
+            assert all(difference < EXACT for difference in found.values()), (case, found)
+            assert re.search(reason, stages) if reason else stages < EXACT, (case, stages)
+        case = ("structures.EarlyExit", "by-layer")
+    (refused,) = ranks(3).run(many_outcomes, [case])[0]
+    assert re.fullmatch(r"InputError: the weights of EarlyExit .*: layer 2 is not called; use weights=.*", refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers"),
+    [("structures.Looped", 3), ("structures.EveryOther", 3), ("layer_forms.StateThrough", 3)],
+)
+def test_a_model_that_calls_layers_more_or_less_than_once_is_measured(name, num_layers):
+    table = profile_of(name)
+    assert table.num_layers == num_layers
+    assert all(row.forward_s > 0 and row.kept_bytes > 0 for row in table.rows)
+
+
+def test_a_plan_that_recomputes_what_was_not_compared_so_is_refused():
+    """Layers that change what they are given keep it changed, and a second forward would change it again."""
+    run = lw.prepare(build("layer_forms.StateChanged"), rows(), steps=1, check=False, recompute="none", **OPTIONS)
+    run.planner = lambda batch: plan_of("alone", 3, 1, True, batch)
+    with pytest.raises(InputError, match=r"recomputes layers, which recompute=none left out of the comparison"):
+        next(run.steps())
+    run.close()
+
+
+def all_names():
+    for module in (structures, layer_forms, odd_models):
+        stem = module.__name__.rpartition(".")[2]
+        for name, kind in vars(module).items():
+            is_own = inspect.isclass(kind) and kind.__module__ == module.__name__
+            if is_own and issubclass(kind, structures.Plain) and name not in ("Formed", "Normed", "LayerDrop"):
+                yield f"{stem}.{name}"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", list(all_names()))
+def test_every_structure_is_exact_or_refused_before_it_trains(ranks, name, num_ranks):
+    for weights in ("whole", "by-layer") if num_ranks > 1 else ("whole",):
+        for is_adapted in (False, True):
+            for found in ranks(num_ranks).run(with_check, outcomes, name, weights=weights, is_adapted=is_adapted):
+                if isinstance(found, str):
+                    assert re.search(REFUSED, found), found
+                    continue
+                stages = found.pop("stages", 0.0)
+                assert all(difference < EXACT for difference in found.values()), found
+                assert re.search(NO_STAGES, stages) if isinstance(stages, str) else stages < EXACT, stages
