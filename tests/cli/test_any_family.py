@@ -143,6 +143,18 @@ def test_two_stages_and_then_one_rank_train_and_validate_as_an_ordinary_loop_doe
 
 
 @torch.no_grad()
+@pytest.mark.deep
+def test_compiled_layers_train_and_validate_as_an_ordinary_loop_does(options, alone, tmp_path):
+    run, (losses, validated, _) = RunFolder(tmp_path / "run"), alone
+    changes = ["train.compile=true", f"run_folder={run.path}", f"train.steps={NUM_STEPS}"]
+    lengthwise("train", *options, *changes, is_cold=True)
+    rows = run.read_metrics()
+    assert [row["loss/avg"] for row in rows] == pytest.approx(losses, rel=EXACT)
+    assert [row["val/loss"] for row in rows if "val/loss" in row] == pytest.approx(validated, rel=EXACT)
+    assert [row["compile/recompiles"] for row in rows][1:] == [0] * (NUM_STEPS - 1)
+    assert any(run.compiler.iterdir())
+
+
 def test_its_samples_are_the_likeliest_tokens(trained, alone):
     """Prompts are bytes, as the index has them."""
     tokens = list(b"file")
@@ -229,7 +241,7 @@ def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, t
             "plan.method=metp is not for models that transformers computes, such as this Gemma2ForCausalLM",
         ),
         ("plan.methods=ulysses,metp", "plan.methods=ulysses,metp is not for models that transformers computes"),
-        ("plan.shapes=2", "they are not compiled; leave it out"),
+        ("plan.shapes=2", "their layers are compiled for any number of tokens; leave it out"),
         ("plan.workers=1", "their costs are corrected from step to step"),
         ("model.implementation=lengthwise", "architectures = ['Gemma2ForCausalLM'] is not supported"),
     ],

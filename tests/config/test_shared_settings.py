@@ -25,7 +25,7 @@ SECTIONS = {"": Config} | {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-OTHER_TYPE = {"steps", "epochs", "methods", "metric", "lr", "recompute", "profile"}
+OTHER_TYPE = {"steps", "epochs", "methods", "metric", "lr", "recompute", "profile", "compile"}
 """Names of the same meaning that take something else in ``prepare``; both say so."""
 
 

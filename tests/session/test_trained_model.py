@@ -91,7 +91,6 @@ def test_what_transformers_cannot_train_is_refused_by_one_sentence(choose, docum
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"train": {"compile": True}}, "train.compile=true is not for models that transformers computes, such as this"),
         (
             {"train": {"schedule": "gpipe"}},
             "train.schedule=gpipe .* their pipeline stages run under 1F1B; leave it out",

@@ -79,6 +79,8 @@ class PrepareKeywords(TypedDict, total=False):
     weights: HeldWeights
     recompute: Literal[Recompute, "selective"]
     feed_forward_tile: int | None
+    compile: bool
+    compile_backend: str
     profile: str | PathLike[str] | None
     cost: CostModel | None
     frozen: list[Any]

@@ -88,6 +88,11 @@ class PrepareOptions(
     """Tokens that feed-forward modules compute at once, forward and backward: they keep their input alone and compute
     each tile again in the backward, so that longer sequences fit. None: all tokens. A plan may say other sizes of tiles
     for a micro-batch."""
+    compile: bool = False
+    """Whether torch.compile compiles the layers around their attention, or what it can of their modules, for any number
+    of tokens. (In a configuration, train.compile.)"""
+    compile_backend: str = "inductor"
+    """By which backend of torch.compile."""
     profile: str | PathLike[str] | None = None
     """The file that keeps the measurements; None: one in ~/.cache/lengthwise. (A configuration's plan.profile is
     measured beforehand by `lengthwise profile`.)"""

@@ -170,7 +170,8 @@ class TrainConfig(ProcessSettings):
     sample_temperature: float = Field(default=0, ge=0, le=100)
     """The temperature that tokens of samples are drawn at; 0: the likeliest token is taken (greedy)."""
     compile: bool = False
-    """Whether torch.compile compiles every layer, for the static sizes of plan.shapes."""
+    """Whether torch.compile compiles every layer: for the static sizes of plan.shapes, or where transformers computes
+    the model, around attention for any number of tokens, as prepare does."""
     dtype: Dtype = "float32"
     """The precision of forward and backward; weights and optimizer state stay in float32 or above."""
     schedule: PipelineSchedule = "1f1b"

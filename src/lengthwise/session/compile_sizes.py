@@ -57,16 +57,26 @@ def sizes_of(config: Config, planner: Planner | PlanFile) -> tuple[int, ...]:
 def compiled_layers(
     sizes: tuple[int, ...], world: "DistContext", folder: RunFolder, on_size: Callable[[int, int], None] | None
 ) -> "CompiledLayers | None":
-    """What runs layers of ``sizes``, its code cached in the run's folder unless the environment names a place.
+    """What runs layers of ``sizes``; None: they are not compiled.
 
     Raises:
-        InputError: there is nothing here to compile with, or the place has a space in its path.
+        InputError: there is nothing here to compile with, or its cache has a space in its path.
     """
     if not sizes:
         return None
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
     from lengthwise.runtime.compile.compiled_layers import CompiledLayers
+
+    use_cache(folder, world)
+    return CompiledLayers(world.device, sizes, on_size=on_size)
+
+
+def use_cache(folder: RunFolder, world: "DistContext") -> None:
+    """Keep compiled code in the run's folder unless the environment names a place.
+
+    Raises:
+        InputError: the place has a space in its path.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(CACHE_VARIABLE, default_cache_dir()) == default_cache_dir():  # which torch may have set itself
         os.environ[CACHE_VARIABLE] = str(folder.compiler.absolute())
@@ -76,4 +86,3 @@ def compiled_layers(
             f"train.compile=true keeps compiled code in '{cache}', and PyTorch's C++ builds fail where a path has "
             f"spaces; choose an output folder without, or name another place in {CACHE_VARIABLE}"
         )
-    return CompiledLayers(world.device, sizes, on_size=on_size)

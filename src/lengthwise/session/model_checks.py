@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.compile.graphs import check_compiler
+from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -55,6 +58,37 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
         )
 
 
+def check_options(model: nn.Module, options: PrepareOptions, device: torch.device) -> None:
+    """Raise ``InputError`` if a model cannot be compiled on ``device`` as options say."""
+    if not options.compile:
+        return
+    check_compiler(device, options.compile_backend)
+    name = type(model).__name__
+    if options.feed_forward_tile is not None:
+        raise InputError(
+            f"compile=True with feed_forward_tile={options.feed_forward_tile}: compiled layers compute all tokens at "
+            "once; leave one of the two out"
+        )
+    if fsdp_modules(model):
+        raise InputError(
+            f"compile=True: FSDP2 gathers the weights of {name} by hooks inside of its layers, which compiled code "
+            "would leave out; do not call fully_shard (weights='by-layer' shards them), or leave compile out"
+        )
+
+
+def check_by_sequence(model: nn.Module, options: PrepareOptions) -> None:
+    """Raise ``InputError`` if options ask for what the stock forward of a model does not do."""
+    refused = {
+        f"feed_forward_tile={options.feed_forward_tile}": options.feed_forward_tile is not None,
+        "compile=True": options.compile,
+    }
+    for option, is_asked_for in refused.items():
+        if is_asked_for:
+            raise InputError(
+                f"{option}: {type(model).__name__} is computed sequence by sequence, by its stock forward; leave it out"
+            )
+
+
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
@@ -82,7 +116,10 @@ def _check_not_wrapped(model: nn.Module) -> None:
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             part = f"{key} of {name}" if key else name
             way_out = "give model._orig_mod" if compiled and not key else "leave compile() out"
-            raise InputError(f"{part} is compiled, and attention in compiled code cannot be shared by ranks: {way_out}")
+            raise InputError(
+                f"{part} is compiled, and attention in compiled code cannot be shared by ranks: {way_out}, and say "
+                "compile=True, which compiles its layers around their attention"
+            )
 
 
 def _check_adapters(model: Any) -> None:

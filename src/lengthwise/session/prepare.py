@@ -31,6 +31,7 @@ from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state.optimizer import with_tensor_names
+from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.prefix_check import check_shared_prefixes
@@ -51,7 +52,7 @@ from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.make_collator import check_can_share, make_collator
-from lengthwise.session.model_checks import check_model, forward_errors_named
+from lengthwise.session.model_checks import check_by_sequence, check_model, check_options, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.prepare_planning import ForwardPlanner, form, make_planner, stream_of, with_metric_of
@@ -62,8 +63,6 @@ from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, with_weight_placement
 
 _log = logging.getLogger("lengthwise")
-
-
 MOST_READERS = 256
 """Processes of one rank that read items."""
 
@@ -147,8 +146,8 @@ def read_corpus(
     model: nn.Module, corpus: Any, chosen: PrepareOptions, world: DistContext
 ) -> tuple[PrepareOptions, str, RunSequences]:
     """Read the corpus, and compare it, model and options over ranks: the options and objective to go on with."""
-    say_or_log = say if chosen.verbose and world.is_first else _log.debug
-    chosen, objective, sequences, compared = all_succeed(world, partial(_read, model, corpus, chosen, say=say_or_log))
+    shown = say if chosen.verbose and world.is_first else _log.debug
+    chosen, objective, sequences, compared = all_succeed(world, partial(_read, model, corpus, chosen, world, say=shown))
     require_equal(world, compared)
     return chosen, objective, sequences
 
@@ -217,8 +216,8 @@ def _packed_or_by_sequence(
     try:
         return learned(chosen, False)
     except (InputError, CheckError) as error:
-        needs_packs = chosen.weights == "by-layer" or chosen.share_prefixes or chosen.feed_forward_tile is not None
-        if chosen.packing == "always" or needs_packs:
+        asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
+        if chosen.packing == "always" or chosen.weights == "by-layer" or any(asks_for_packs):
             raise
         refusal = str(error)
     prepared = learned(chosen, True)
@@ -250,16 +249,14 @@ def _learn(
         by_sequence=by_sequence,
         labels_sequences=labels_sequences(model, chosen),
         tile=chosen.feed_forward_tile,
+        compile_backend=chosen.compile_backend if chosen.compile else None,
     )
     if wrapped_model.replaced_checkpointing and world.is_first:
         _log.warning("gradient_checkpointing_enable() is replaced: plans choose what is computed again; see recompute=")
     prepared: PreparedModel | None = None
     try:
-        if by_sequence and chosen.feed_forward_tile is not None:
-            raise InputError(
-                f"feed_forward_tile={chosen.feed_forward_tile}: {type(model).__name__} is computed sequence by "
-                "sequence, by its stock forward; leave it out"
-            )
+        if by_sequence:
+            check_by_sequence(model, chosen)
         prepared = PreparedModel.with_optimizer(
             wrapped_model,
             world,
@@ -280,6 +277,7 @@ def _learn(
             check_can_share(wrapped_model, prepared.collator, chosen)
         if chosen.check:
             _check(prepared, chosen, sequences.computed_lengths.max_length)
+            check_compiled(prepared)
             if chosen.share_prefixes:
                 check_shared_prefixes(prepared)
     except BaseException as error:
@@ -296,10 +294,11 @@ def _learn_named(prepared: PreparedModel) -> None:
 
 
 def _read(
-    model: nn.Module, corpus: Any, chosen: PrepareOptions, *, say: Callable[[str], None]
+    model: nn.Module, corpus: Any, chosen: PrepareOptions, world: DistContext, *, say: Callable[[str], None]
 ) -> tuple[PrepareOptions, str, RunSequences, dict[str, Any]]:
     """The options and the objective, the corpus, and what of it all must be the same on every rank."""
     check_model(model, makes_inputs=chosen.inputs is not None)
+    check_options(model, chosen, world.device)
     expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, CollatedItems))
     sequences = read_sequences(
         corpus,

@@ -52,6 +52,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "max_stages": plan.max_stages,
             "methods": plan.methods or (None if plan.method in ("", Method.DENSE) else (plan.method,)),
             "recompute": plan.recompute,
+            "compile": config.train.compile,
             "profile": plan.profile or None,
             "objective": NEXT_TOKEN if is_causal else None,
             "mask_token_id": stock.mask_token_id,
@@ -81,7 +82,12 @@ def stock_planner(
         "max_degree": options.max_degree,
     }
     return make_planner(
-        config.model_copy(update={"plan": config.plan.model_copy(update=changes)}),
+        config.model_copy(
+            update={
+                "plan": config.plan.model_copy(update=changes),
+                "train": config.train.model_copy(update={"compile": False}),  # of one shape
+            }
+        ),
         cost,
         spec=layers,
         cluster=cluster,

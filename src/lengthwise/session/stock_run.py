@@ -21,6 +21,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.session.calibration import find_cost
+from lengthwise.session.compile_sizes import use_cache
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration
@@ -42,6 +43,8 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
     """
     config, corpus, world = inputs.config, inputs.corpus, inputs.world
     chosen = stock_options(config, stock, quiet=inputs.quiet)
+    if chosen.compile:
+        use_cache(inputs.folder, world)
     with preserve_state(model):
         chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
         validated = None if inputs.validation is None else _read_more(model, inputs.validation, chosen)

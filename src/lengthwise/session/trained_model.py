@@ -173,13 +173,12 @@ def _check_settings(config: Config, model: StockModel) -> None:
     plan, train = config.plan, config.train
     shared_by = [str(method) for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE]
     refused = {
-        "train.compile=true": (train.compile, "their layers are run as transformers has them"),
         f"train.schedule={train.schedule}": (train.schedule != "1f1b", "their pipeline stages run under 1F1B"),
         asked_methods(plan): (
             {*(plan.methods or ()), plan.method} - {"", "dense", *shared_by},
             f"ranks share them by methods on whole weights ({', '.join(shared_by)})",
         ),
-        f"plan.shapes={plan.shapes}": (plan.shapes, "they are not compiled"),
+        f"plan.shapes={plan.shapes}": (plan.shapes, "their layers are compiled for any number of tokens"),
         f"plan.workers={plan.workers}": (plan.workers, "their costs are corrected from step to step"),
         f"plan.cost={plan.cost}": (plan.cost != "fitted", "their costs are measured before the run"),
     }

@@ -17,7 +17,9 @@ CPU it is a few MiB of a library and of guards each; kernels on a GPU are smalle
 
 
 def check_compiler(device: torch.device, backend: str) -> None:
-    """Raise ``InputError`` if compiling for a CPU would fail for want of a C++ compiler."""
+    """Raise ``InputError`` if there is no such backend, or compiling for a CPU would fail without a C++ compiler."""
+    if backend not in (backends := torch._dynamo.list_backends(None)):
+        raise InputError(f"compile_backend={backend!r}: torch has the backends {', '.join(backends)}")
     if backend != INDUCTOR or device.type != "cpu":
         return
     from torch._inductor import config
@@ -27,7 +29,7 @@ def check_compiler(device: torch.device, backend: str) -> None:
     if not any(map(shutil.which, wanted)):
         raise InputError(
             f"compiling for a CPU needs a C++ compiler, and there is no {' and no '.join(wanted)} here; install g++ "
-            f"(Debian, Ubuntu: apt-get install g++), name one in CXX, or train without: {Setting.COMPILE}=false"
+            f"(Debian, Ubuntu: apt-get install g++), name one in CXX, or train without {Setting.COMPILE}"
         )
 
 

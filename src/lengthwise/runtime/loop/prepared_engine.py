@@ -101,8 +101,8 @@ class PreparedEngine:
             yield logits_of if self.run.world.is_first else None
 
     def num_recompiles(self) -> int:
-        """Zero: nothing is compiled."""
-        return 0
+        """Number of graphs that this rank compiled in the last step."""
+        return self.run.num_recompiles
 
     def state_dict(self) -> dict[str, Any]:
         """The model's buffers, if it has any that are saved with it."""

@@ -96,7 +96,7 @@ class Run(WatchedModel):
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.loss_check, self.meter = LossCheck(), DeviceMeter(self.world.device)
-        self.unprepared = UnpreparedModels(lambda: self.models, lambda: self.wrapped_model.is_plain)
+        self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
@@ -268,8 +268,7 @@ class Run(WatchedModel):
         """
         self.begin_plan(plan)
         self.state.clear_gradient()
-        kind = Step if self.coupling is None else CoupledStep
-        return kind(self, plan, clock, attempt=attempt)
+        return (Step if self.coupling is None else CoupledStep)(self, plan, clock, attempt=attempt)
 
     @errors_spelt(as_option)
     def abort_step(self, step: Step, reports: RankReports) -> None:
@@ -306,6 +305,7 @@ class Run(WatchedModel):
     def finish(self, step: Step) -> None:
         """Record a step that is done and go on to the next; every rank calls this."""
         self.world.offload.release()
+        self.note_recompiles(step.number)
         self.next_step += 1
         self._batch, self._step, self._last_failure = None, None, ""
         self._brought, self.collator = None, self._corpus_collator

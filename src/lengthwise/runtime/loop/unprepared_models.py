@@ -11,8 +11,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 _MIXING = (
     nn.MultiheadAttention, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Conv1d, nn.Conv2d,
@@ -23,22 +25,38 @@ _MIXING = (
 class UnpreparedModels:
     """Refuses calls of unprepared models while a micro-batch is computed."""
 
-    def __init__(self, prepared: Callable[[], Iterable[nn.Module]], is_plain: Callable[[], bool]) -> None:
-        """``prepared``: models whose parts may be called; ``is_plain``: whether anything may be."""
-        self._prepared, self._is_plain = prepared, is_plain
+    def __init__(self, prepared: Callable[[], Iterable[nn.Module]], wrapped_model: WrappedModel) -> None:
+        """``prepared``: models whose parts may be called; while ``wrapped_model`` is plain, anything may be."""
+        self._prepared, self._wrapped_model = prepared, wrapped_model
+        if wrapped_model.compiled is not None:
+            wrapped_model.compiled.around = self.paused
         self._allowed: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         """Within, calls of modules that are not prepared and may mix tokens raise ``InputError``."""
-        handle = register_module_forward_pre_hook(self._called)
+        before, self._handle = self._handle, register_module_forward_pre_hook(self._called)
         try:
             yield
         finally:
-            handle.remove()
+            self._handle.remove()
+            self._handle = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, nothing is refused, as where a part of the prepared model computes by compiled code."""
+        if self._handle is None:
+            yield
+            return
+        self._handle.remove()
+        try:
+            yield
+        finally:
+            self._handle = register_module_forward_pre_hook(self._called)
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if module in self._allowed or self._is_plain():
+        if module in self._allowed or self._wrapped_model.is_plain:
             return
         if not any(module is part for model in self._prepared() for part in model.modules()) and may_mix_tokens(module):
             raise InputError(

@@ -33,6 +33,8 @@ class WatchedModel(PreparedModel):
         self.parameters = WatchedParameters(self.model)
         self._last_failure = ""
         """Why the step comes again."""
+        self.num_recompiles = 0
+        """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
 
     @property
     def gradient_version(self) -> int:
@@ -86,6 +88,13 @@ class WatchedModel(PreparedModel):
                 "get_state_dict(model, run.state.optimizer) and run.stream.state_dict()"
             )
         return self.state
+
+    def note_recompiles(self, step: int) -> None:
+        """Count the graphs that this rank compiled in a step, and log their number if there are any."""
+        compiled = self.wrapped_model.compiled
+        self.num_recompiles = 0 if compiled is None else compiled.recompiles()
+        if self.num_recompiles:
+            _log.info("step %d: rank %d compiled %d graphs", step, self.world.rank, self.num_recompiles)
 
     def log_on_first_rank(self, message: str, *values: object) -> None:
         """Log a message once for all ranks."""

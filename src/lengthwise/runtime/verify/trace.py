@@ -41,6 +41,8 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
             run.check_gathers()
         if run.wrapped_model.by_sequence is None:
             run.wrapped_model.script = observe_script(run, LENGTHS[0])
+    if run.wrapped_model.compiled is not None:
+        run.wrapped_model.compiled.choose(type(run.model).__name__)
     if run.wrapped_model.tiles is not None:
         run.wrapped_model.tiles.choose(type(run.model).__name__)
 

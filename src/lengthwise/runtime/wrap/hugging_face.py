@@ -7,6 +7,7 @@ some models give their sliding window to the mask alone. A registered attention 
 
 import copy
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,12 +118,18 @@ def _window(size: int | None, *, causal: bool) -> tuple[int, int] | None:
     return (size - 1, 0) if causal else (size - 1, size - 1)
 
 
+@cache
+def _outside_of_graphs() -> Any:
+    """The attention as a break in the graphs of compiled layers; always the same object, which graphs are made for."""
+    return torch.compiler.disable(attention)
+
+
 def register() -> None:
     """Register the attention and its masks with transformers."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(NAME, _outside_of_graphs())
     AttentionMaskInterface.register(NAME, make_mask)
 
 

@@ -89,6 +89,11 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         """Whether noise is drawn, rather than the identity."""
         return self.shard is None or self.shard.has_noise
 
+    @property
+    def num_scalars(self) -> int:
+        """Single numbers that the forward drew while it was recorded."""
+        return 0 if self._calls is None else self._calls.scalars
+
     @contextmanager
     def intercepting(self) -> Iterator[None]:
         """Within, calls are intercepted, those of imported kernels too."""

@@ -14,6 +14,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
+from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.deferred_logits import DeferredHead
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
@@ -63,12 +64,14 @@ class WrappedModel:
         labels_sequences: bool = False,
         is_frozen: bool = False,
         tile: int | None = None,
+        compile_backend: str | None = None,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
         micro-batch to the forward's arguments; ``context``: see :class:`HookedLayers`; ``by_sequence``: compute the
         stock forward once for each sequence, which this rank has whole, instead of packs and shards;
         ``labels_sequences``: the model takes one label for each sequence; ``is_frozen``: it has no gradients;
-        ``tile``: slots that feed-forward modules compute at once, None: all.
+        ``tile``: slots that feed-forward modules compute at once, None: all; ``compile_backend``: of torch.compile,
+        which compiles what it can of the layers, None: nothing.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
@@ -98,6 +101,7 @@ class WrappedModel:
         """Whether the model recomputed its layers by itself before; now plans say which are."""
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
+        self.compiled = CompiledModules.of(self.structure.layers, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context)
         self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
@@ -112,6 +116,9 @@ class WrappedModel:
         """Restore the attention of a copy of the model."""
         for switch in self._switches:
             switch.turn_off_copies(memo)
+
+    def _modes(self) -> Modes:
+        return Modes(is_plain=self.is_plain, intercept=self.layers.intercept, compared=self.layers.mode)
 
     @property
     def is_plain(self) -> bool:
@@ -150,7 +157,7 @@ class WrappedModel:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        for patched in (self._rotary, self._head, self.tiles):
+        for patched in (self._rotary, self._head, self.tiles, self.compiled):
             if patched is not None:
                 patched.release()
         for switch in self._switches:
@@ -286,11 +293,8 @@ class WrappedModel:
             for name, parameter in signature(self._forward).parameters.items()
             if parameter.default is not parameter.empty
         }
-        added = (
-            "shift_labels",
-            "use_cache",
-            *(POSITIONS if self.structure.is_hugging_face else optional & set(POSITIONS)),
-        )
+        positions = POSITIONS if self.structure.is_hugging_face else optional & set(POSITIONS)
+        added = ("shift_labels", "use_cache", *positions)
         stock = {name: value for name, value in inputs.items() if name not in added}
         if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
             stock["labels"] = micro_batch.unshifted_labels[None]
