@@ -33,7 +33,7 @@ def test_a_step_that_overflows_is_discarded_and_done(monkeypatch):
     step.run.discard.assert_called_once_with()
     step.run.finish.assert_called_once_with(step)
     step.run.state.step.assert_not_called()
-    step.run.update_weights.assert_not_called()
+    step.run.pull_weights.assert_not_called()
 
 
 @pytest.mark.parametrize(("norm", "loss", "scale"), [(inf, 30.0, LEAST_SCALE), (inf, inf, 8.0), (2.0, inf, 8.0)])

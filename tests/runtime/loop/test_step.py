@@ -41,7 +41,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     run = mock.Mock(
         world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
         collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), gradient_version=1, clip_norm=clip_norm,
-        lr=given.get("lr", lambda step: LR),
+        lr=given.get("lr", lambda step: LR), overlap=None,
     )  # fmt: skip
     run.inspect.return_value = given.get("problem", ""), 77, True
     run.gradient_problem.return_value = given.get("gradient_problem", "")
@@ -103,7 +103,7 @@ def test_loss_norm_and_clip_are_those_of_the_targets_that_were_counted(monkeypat
     options = step.run.state.step.call_args.kwargs
     assert options["lr"] == LR * FACTOR
     assert options["clip"] == pytest.approx(factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0), rel=1e-12)
-    step.run.update_weights.assert_called_once()
+    step.run.pull_weights.assert_called_once()
     step.run.state.finish_push.assert_called_once()
     step.run.finish.assert_called_once_with(step)
     with pytest.raises(CheckError, match="step 3 has been updated"):

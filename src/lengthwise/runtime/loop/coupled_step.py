@@ -202,6 +202,7 @@ class CoupledStep(Step):
         report_forwards(self.run.world, self.number, (), is_void=True)
         self._is_reported = True
         self._give_up()
+        self.run.push_rest()
 
     def _place(self) -> str:
         if self._coupled is not None or self.is_iterated:

@@ -1,8 +1,10 @@
 """A model on its ranks, ready to compute micro-batches: what is traced, checked and measured before a run has plans."""
 
+import atexit
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
+from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -103,6 +106,11 @@ class PreparedModel:
     def gather(self) -> LayerGather | None:
         """Gathers the weights of one layer at a time; None: every rank holds all of them."""
         return self.wrapped_model.layers.gather
+
+    @property
+    def overlap(self) -> UpdateOverlap | None:
+        """Moves weights and gradients that ranks hold for a whole step beneath passes; None: nothing moves there."""
+        return self.wrapped_model.layers.overlap
 
     @property
     def model(self) -> nn.Module:
@@ -242,6 +250,43 @@ class PreparedModel:
         else:
             self.gather.start(())
 
+    def begin_update(self) -> None:
+        """Begin a step: its gradients are pushed within backwards, and weights are waited for where they are used.
+
+        FSDP2 has its own ways; one rank alone moves nothing.
+        """
+        self.state.clear_gradient()
+        if self.world.size == 1 or not isinstance(self.state, ShardedState):
+            return
+        layers, structure = self.wrapped_model.layers, self.wrapped_model.structure
+        if layers.overlap is None:
+            layers.overlap = UpdateOverlap(self.state)
+            self.state.pulls_ahead = self.gather is None
+            atexit.register(_finish_pull, weakref.ref(self.state))
+        used = self.wrapped_model.used_units or units_of_modules(structure)
+        layers.overlap.begin_step(used, pushes_early=self.gather is None or self.gather.holds_shards)
+
+    def pull_weights(self) -> None:
+        """Start to bring every rank the weights that it holds between micro-batches; who reads one waits for it."""
+        if self.overlap is None or self.gather is not None:
+            self.update_weights()
+        else:
+            assert isinstance(self.state, ShardedState)
+            self.state.pull_whole()
+
+    def push_rest(self) -> None:
+        """Push gradients that no backward pushed; every rank calls this before other collectives end the step."""
+        if self.gather is not None:
+            self.gather.wait()
+        if self.overlap is not None and isinstance(self.state, ShardedState):
+            self.state.push_rest()
+
+    def push_late(self, is_late: Sequence[int]) -> None:
+        """Push all gradients again where backwards of a rank added to some that it had pushed, such as by a loss that
+        reads weights outside of the forward; ``is_late``: whether, of each rank."""
+        if self.overlap is not None and any(is_late):
+            self.overlap.push_late()
+
     def _refuse_shares(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self.wrapped_model.is_plain and not keep_vars:  # who keeps variables looks at names, not at values
             raise InputError(
@@ -257,6 +302,8 @@ class PreparedModel:
         weights, and what was changed of them on every rank is kept.
         """
         with ExitStack() as stack:
+            if isinstance(self.state, ShardedState):
+                self.state.finish_pull()
             if self.gather is not None and not self.wrapped_model.is_plain:
                 if self.gather.is_in_round or self.gather.holds_shards:
                     raise InputError(
@@ -302,6 +349,9 @@ class PreparedModel:
         Where weights are gathered layer by layer every rank has to call it; while an error ends this rank's loop,
         others may not, and the weights are left as shares.
         """
+        if self.overlap is not None:
+            self.overlap.close()
+        self.wrapped_model.layers.overlap = None
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
         if self.gather is None or sys.exc_info()[0] is None:
@@ -319,3 +369,10 @@ class PreparedModel:
         self.gather.restore()
         self.model.to(self.gather.home)
         self.wrapped_model.layers.gather = None
+
+
+def _finish_pull(state: Callable[[], ShardedState | None]) -> None:
+    """Wait for the weights of the last update before a program ends, for others wait for this rank's share of them."""
+    if (present := state()) is not None:
+        with suppress(Exception):  # what ended the program has been said
+            present.finish_pull()

@@ -267,7 +267,7 @@ class Run(WatchedModel):
             InputError: the plan is for other ranks or another model.
         """
         self.begin_plan(plan)
-        self.state.clear_gradient()
+        self.begin_update()
         return (Step if self.coupling is None else CoupledStep)(self, plan, clock, attempt=attempt)
 
     @errors_spelt(as_option)

@@ -1,6 +1,6 @@
 """Protocols of what steps, shards and synthetic batches use of a run, and the timings that they give it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.workers import ItemReaders
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
@@ -51,7 +52,7 @@ class MicroBatchMaker(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MicroBatchTiming:
     """Compute time and peak memory of one micro-batch on this rank."""
 
@@ -121,6 +122,23 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
 
     def update_weights(self) -> None:
         """Bring every rank the weights that it holds between micro-batches."""
+        ...
+
+    def pull_weights(self) -> None:
+        """Start to bring every rank the weights that it holds between micro-batches."""
+        ...
+
+    def push_rest(self) -> None:
+        """Push gradients that no backward pushed."""
+        ...
+
+    @property
+    def overlap(self) -> UpdateOverlap | None:
+        """Moves weights and gradients beneath passes; None: nothing moves there."""
+        ...
+
+    def push_late(self, is_late: Sequence[int]) -> None:
+        """Push all gradients again where backwards of a rank added to some that it had pushed."""
         ...
 
     def discard(self) -> None:

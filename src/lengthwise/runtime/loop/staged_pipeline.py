@@ -5,6 +5,7 @@ gives to ``step.backward`` waits until the schedule has that backward.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
@@ -17,6 +18,7 @@ from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
+from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard, active
@@ -88,18 +90,19 @@ class StagedPipeline:
             self._send(self._outputs, self._flat(shard, self._layers.stop - 1, output), self._stage + 1, index)
         stage.is_sent = True
 
-    def run_backwards(self, index: int, shards: Callable[[int], PackShard]) -> int | None:
+    def run_backwards(self, index: int, shards: Callable[[int], PackShard], *, first: int) -> int | None:
         """Run the backwards that 1F1B has between the forward of a micro-batch and the next.
 
+        ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
         Returns the first micro-batch for which memory was not enough; None: there is none.
         """
         start = self._order.index((False, index)) + 1
         numbers = [number for _, number in takewhile(lambda each: each[0], self._order[start:])]
         for number in numbers:
-            self.backward(shards(number), number)
+            self.backward(shards(first + number), number)
         if start + len(numbers) == len(self._order):
             self.wait()
-        return next((number for number in numbers if shards(number).has_failed), None)
+        return next((number for number in numbers if shards(first + number).has_failed), None)
 
     def backward(self, shard: PackShard, index: int) -> None:
         """Run the backward of a micro-batch; its ``has_failed`` says whether memory was enough."""
@@ -109,9 +112,10 @@ class StagedPipeline:
             gradient = self._receive(self._gradients, shard, self._layers.stop - 1, self._stage + 1, index)
         if not shard.has_failed:
             shard.backward_begun = shard.num_exchanges
+            last = self._layers.stop + stage.is_last  # after all layers there is the head
             try:
                 self._meter.start()
-                with active(shard):
+                with active(shard), passing(self._run.wrapped_model.layers.overlap, shard, last):
                     _differentiate(stage, gradient)
                 self.times_s[index] = self.times_s.get(index, 0.0) + self._meter.stop()[0]
             except Exception as error:
@@ -127,10 +131,13 @@ class StagedPipeline:
         shard.passes.clear()
         shard.is_finished = True
 
-    def finish(self, shards: Callable[[int], PackShard]) -> None:
-        """Send zeros for all that is left of the pipeline in a step that this rank leaves."""
+    def finish(self, shards: Callable[[int], PackShard], *, first: int) -> None:
+        """Send zeros for all that is left of the pipeline in a step that this rank leaves.
+
+        ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
+        """
         for is_backward, index in self._order:
-            shard = shards(index)
+            shard = shards(first + index)
             stage = shard.stage_pass
             assert stage is not None
             shard.has_failed = shard.has_failed or not shard.is_finished
@@ -174,6 +181,11 @@ class StagedPipeline:
         if values is not None:
             return values.detach().flatten().to(dtype)
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
+
+
+def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:
+    """Within, the backward of a micro-batch runs, which begins at ``position`` of the forward."""
+    return nullcontext() if overlap is None else overlap.backward(shard.unreached, position)
 
 
 def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -17,7 +18,7 @@ from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, scripts_of
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
-from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
+from lengthwise.runtime.loop.staged_pipeline import StagedPipeline, passing
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
 from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of, read_digests
 from lengthwise.runtime.state.loss_scaler import scale_of
@@ -113,15 +114,15 @@ class Step:
                 self._check_answered(self._call)
                 time_s, peak = meter.stop()
                 if is_computed and number not in self._staged:
-                    timing = MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
-                    self.measured.append(timing)
+                    self.measured.append(MicroBatchTiming(number, index, time_s=time_s, peak_bytes=peak))
             if (staged := self._staged.get(number)) is not None:
                 staged.note_forward(index, time_s)
-                failed = staged.run_backwards(index, partial(self._shard_of, position - index))
+                failed = staged.run_backwards(index, self._shard, first=position - index)
                 self.failure = self.failure or (None if failed is None else (number, failed))
                 self._gradient_version = self.run.gradient_version
         if self.run.gather is not None:
             self.run.gather.finish_rounds()
+        self.run.push_rest()  # before a loop's own collectives after its micro-batches
         self.measured += [timing for number, staged in self._staged.items() for timing in staged.timings(number)]
         self.is_iterated = True
 
@@ -186,7 +187,8 @@ class Step:
             shard.backward_begun = shard.num_exchanges
             run.begin_backward()
             try:
-                differentiate()
+                with passing(run.overlap, shard, run.wrapped_model.structure.num_layers + 1):
+                    differentiate()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -270,14 +272,14 @@ class Step:
         self.is_over = True
         run, state = self.run, self.run.state
         lr, fault = learning_rate_of(run.lr, self.number, self.plan.lr_factor)
+        run.push_rest()
         reports = self._report_update(lr, fault)
         if any(pipeline >= 0 for pipeline in reports.column(2)):
             run.abort_step(self, reports)
             return None
         run.take_over_changes(reports, f"step {self.number}", columns=(4, 5))
         with self.clock.span(SpanKind.UPDATE, "push"):
-            if run.gather is not None:
-                run.gather.wait()
+            run.push_late(reports.column(14))
             state.finish_push()
         loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
         if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
@@ -297,7 +299,7 @@ class Step:
                 self.result = update_or_skip(state, self.number, **figures, advice=ADVICE_IN_LOOPS)
             except DivergedError as error:
                 raise self._failed(error) from None
-            (run.discard if self.result.is_skipped else run.update_weights)()
+            (run.discard if self.result.is_skipped else run.pull_weights)()
         run.finish(self)
         return self.result
 
@@ -334,12 +336,11 @@ class Step:
             number, index, *_ = self._own[position]
             if number in self._staged:
                 if index == 0:
-                    self._staged[number].finish(partial(self._shard_of, position))
+                    self._staged[number].finish(self._shard, first=position)
                 continue
             shard = self._shard(position)
             finish_micro_batch(shard, scripts_of(self.run, shard))
-        if self.run.gather is not None:
-            self.run.gather.wait()
+        self.run.push_rest()
 
     def _close_loop(self) -> None:
         """End the loop over the micro-batches, which computes no more."""
@@ -365,6 +366,7 @@ class Step:
             weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
             digests=read_digests(self._own, self._shards),
             failed_on_host=any(shard.failed_on_host for shard in self._shards.values()),
+            has_late_gradients=self.run.overlap is not None and self.run.overlap.has_late_gradients,
         )  # fmt: skip
         problem = fault or problem or self.run.gradient_problem(self._gradient_version)
         if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):
@@ -387,13 +389,11 @@ class Step:
         done = sum(shard.is_finished for shard in self._shards.values())
         return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
 
-    def _shard_of(self, first: int, index: int) -> PackShard:
-        return self._shard(first + index)
-
     def _shard(self, position: int) -> PackShard:
         if position not in self._shards:
             number, index, pipeline, planned = self._own[position]
-            self._shards[position] = make_shard(self.run, self.number, pipeline, planned)
+            self._shards[position] = shard = make_shard(self.run, self.number, pipeline, planned)
+            shard.unreached = Counter() if position == self._order_of_backwards()[-1] else None
             if number in self._staged:
-                self._staged[number].attach(self._shards[position], index)
+                self._staged[number].attach(shard, index)
         return self._shards[position]

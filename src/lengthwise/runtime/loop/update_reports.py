@@ -30,6 +30,8 @@ class OwnUpdate:
     """Those of :func:`read_digests`."""
     failed_on_host: bool = False
     """Whether it was host memory that was too little, for activations that are offloaded."""
+    has_late_gradients: bool = False
+    """Whether a backward added to gradients that it had pushed."""
 
     def report(self, world: DistContext, step: int, problem: str) -> RankReports:
         """Report it to all ranks; ``problem``: why this rank cannot update.
@@ -41,7 +43,7 @@ class OwnUpdate:
         values = [
             bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
             int(is_changed), bits_of(self.lr), *self.digests, bits_of(self.weighing.direct), int(self.weighing.uses),
-            int(self.failed_on_host),
+            int(self.failed_on_host), int(self.has_late_gradients),
         ]  # fmt: skip
         reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
         reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)

@@ -78,7 +78,7 @@ class LayerGather:
             self._release(unit)
         state.pull()
         self._gather(kept_units, shards, is_trained=False)
-        state.finish_pull()
+        state.defer_waits()
         forward = [units - kept_units for units in self._used]
         self._moments = [*forward, *reversed(forward), frozenset()]
         self._moment = len(self._moments) - 1

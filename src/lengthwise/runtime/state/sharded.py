@@ -22,7 +22,7 @@ gradients of a unit go when a backward comes to another. Weights come to the dev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -39,6 +39,8 @@ from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.owned_segments import Segment, segments_of, update_at_once, update_by_unit
+from lengthwise.runtime.state.pending_parameter import PendingUnits
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -46,21 +48,11 @@ PUSHES_UNDER_WAY = 2
 """How many units' gradients are under way at most at the end of a step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Contiguous elements of this rank's share that the optimizer treats alike."""
-
-    name: str
-    """Of the unit, or of the parameter where parameters are not cut."""
-    parameter: nn.Parameter
-    """A view of ``master``; its gradient is ``pushed``, where that has the same dtype."""
-    pushed: Tensor
-    """A view of the state's."""
-    decays: bool
-
-
 class ShardedState(ShardedWeights):
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
+
+    pulls_ahead = False
+    """Whether ranks compute with the same weights before and after an update, which then pulls the new ones."""
 
     def __init__(
         self,
@@ -92,12 +84,18 @@ class ShardedState(ShardedWeights):
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
-        self.segments = self._make_segments()
+        self.segments: list[Segment] = segments_of(
+            table,
+            self.owned_layout.intervals[world.rank],
+            master=self.master,
+            pushed=self.pushed,
+            by_parameter=is_whole,
+        )
         self.optimizer = make_optimizer(
             settings,
             decaying=[s.parameter for s in self.segments if s.decays],
             others=[s.parameter for s in self.segments if not s.decays],
-            outer=[s.parameter for s in self.segments if self._is_outer(s)],
+            outer=[s.parameter for s in self.segments if s.is_outer],
             on_host=on_host,
         )
         self._hooks: list[RemovableHandle] = []
@@ -114,6 +112,7 @@ class ShardedState(ShardedWeights):
         self._coming: list[AsyncResult | None] = []
         self._going: list[AsyncResult] = []
         self._is_pulled = False
+        self._pending = PendingUnits(self.named, table)
         self._release()
 
     def hold(self, holdings: Sequence[WeightShard | None]) -> None:
@@ -121,6 +120,7 @@ class ShardedState(ShardedWeights):
         holdings = tuple(holdings)
         if holdings == self.holdings:
             return
+        self.finish_pull()
         self._is_pulled = False
         self._release()
         self._held = {part.slot.unit for holding in set(holdings) for part in self.table.parts(holding)}
@@ -132,10 +132,21 @@ class ShardedState(ShardedWeights):
 
     def materialize_all(self) -> None:
         """Pull the whole model to every rank, for evaluation, measuring and tests."""
+        self.pull_whole()
+        self.finish_pull()
+
+    def pull_whole(self) -> None:
+        """Start to pull the whole model to every rank; whoever reads a parameter waits for its unit."""
         layers = self.table.num_units - 2
         self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
         self.pull()
-        self.finish_pull()
+        self.defer_waits()
+
+    def defer_waits(self) -> None:
+        """Let whoever reads a parameter wait for what was pulled."""
+        for unit, coming in enumerate(self._coming):
+            if coming is not None:
+                self._pending.begin(unit, partial(self.need, unit))
 
     def pull(self) -> None:
         """Start the all-gather of every unit's weights to the ranks that compute with them, unless they are there.
@@ -150,12 +161,15 @@ class ShardedState(ShardedWeights):
             elif self.compute_dtype != self.master_dtype:
                 self.weights.copy_(self.master)
         elif not self._is_pulled:
-            self._coming = [
-                route.pull(self.share(route.own_share), self.weights) if unit in self._held else None
-                for unit, route in enumerate(self.routes.units)
-            ]
+            self.finish_pull()
+            self._coming = [self._pulled(unit) for unit in range(self.table.num_units)]
         self._is_pulled = True
         self._next_push = self.table.num_units - 1
+
+    def _pulled(self, unit: int) -> AsyncResult | None:
+        """Start the all-gather of one unit's weights; None: nobody computes with it."""
+        route = self.routes.units[unit]
+        return route.pull(self.share(route.own_share), self.weights) if unit in self._held else None
 
     def is_coming(self, unit: int) -> bool:
         """Whether weights that ``unit`` uses are in flight: started, and not waited for yet."""
@@ -168,10 +182,15 @@ class ShardedState(ShardedWeights):
             if coming is not None and (used_unit in used or coming.is_done):  # what was sent of the others is freed
                 coming.wait()
                 self._coming[used_unit] = None
+                self._pending.end(used_unit)
 
     def _used_by(self, unit: int) -> tuple[int, ...]:
         is_output = unit == self.table.num_units - 1
         return (0, unit) if is_output and self.table.shared else (unit,)
+
+    def is_pushed(self, unit: int) -> bool:
+        """Whether the push of ``unit`` has started in this step."""
+        return unit > self._next_push
 
     def push_from(self, unit: int) -> None:
         """Start the reduce-scatter of the gradients of ``unit`` and all after it, which are final on this rank.
@@ -192,16 +211,25 @@ class ShardedState(ShardedWeights):
 
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
-        if self._is_alone:
-            self._settle()
-            return
+        if not self._is_alone:
+            self.push_rest()
+            self._wait_for_pushes(0)
+        self._settle()
+        if not self._is_alone:
+            self.gradients.zero_()
+
+    def push_rest(self) -> None:
+        """Push what is left, a few units at a time."""
         self.finish_pull()
-        while self._next_push >= 0:
+        while self._next_push >= 0 and not self._is_alone:
             self._wait_for_pushes(PUSHES_UNDER_WAY - 1)
             self.push_from(self._next_push)
+
+    def push_again(self) -> None:
+        """Forget what was pushed, of which gradients that came late are missing; every rank calls this."""
         self._wait_for_pushes(0)
-        self._settle()
-        self.gradients.zero_()
+        self.clear_gradient()
+        self._next_push = self.table.num_units - 1
 
     def _wait_for_pushes(self, num_left: int) -> None:
         """Wait for the oldest until ``num_left`` are under way: each has room for what all ranks send to this one."""
@@ -215,6 +243,7 @@ class ShardedState(ShardedWeights):
 
     def release_params(self) -> None:
         """Give the parameters storage of their own again, with the current weights and no gradient."""
+        self.finish_pull()
         for hook in self._hooks:
             hook.remove()
         for parameter in self.named.values():
@@ -223,6 +252,7 @@ class ShardedState(ShardedWeights):
 
     def discard_gradient(self) -> None:
         """Forget what backwards added since the last push, and a push that no update followed."""
+        self._wait_for_pushes(0)
         self._settle()
         self.gradients.zero_()
         self._next_push = self.table.num_units - 1
@@ -264,24 +294,27 @@ class ShardedState(ShardedWeights):
         return total[0] ** 0.5, total[1]
 
     def step(self, *, lr: float, clip: float) -> None:
-        """Scale the pushed gradient by ``clip`` and let the optimizer update this rank's master weights."""
+        """Scale the pushed gradient by ``clip`` and let the optimizer update this rank's master weights.
+
+        Where ranks compute with the same weights before and after (``pulls_ahead``), those of a unit are on their way
+        while the next unit is updated.
+        """
         self._is_pulled = False
-        if self.optimizer is None:
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.gradient_dtype == self.master_dtype:
-            if clip != 1.0:
-                self.pushed.mul_(clip)
-            self.optimizer.step()
-            return
-        for segment in self.segments:  # the optimizer leaves out parameters without a gradient
-            segment.parameter.grad = segment.pushed.to(self.master_dtype).mul_(clip)
-            self.optimizer.step()
-            segment.parameter.grad = None
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        if self.pulls_ahead and not self._is_alone and self.settings.make is None:
+            self.finish_pull()
+            self._coming = [None] * self.table.num_units
+            for unit in update_by_unit(self.optimizer, self.segments, clip, self.table.num_units):
+                self._coming[unit] = self._pulled(unit)
+            self._is_pulled = True
+        elif self.optimizer is not None:
+            update_at_once(self.optimizer, self.segments, clip)
 
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
+        self.finish_pull()
         places = [
             self.routes.place((max(start, first), min(end, last)))
             for start, end in self.owned_layout.intervals[self.world.rank]
@@ -295,38 +328,6 @@ class ShardedState(ShardedWeights):
     def forget_weights(self) -> None:
         """Mark the pulled weights as out of date, after the master weights were changed."""
         self._is_pulled = False
-
-    def _make_segments(self) -> list[Segment]:
-        """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not."""
-        runs: list[tuple[str, int, int, bool, tuple[int, ...]]] = []
-        position = 0
-        for start, end in self.owned_layout.intervals[self.world.rank]:
-            for slot in self.table.slots.values():
-                size = min(end, slot.interval[1]) - max(start, slot.interval[0])
-                if size <= 0:
-                    continue
-                name, decays = str(slot.unit), len(slot.shape) > 1
-                if self.settings.needs_whole_parameters:
-                    runs.append((slot.name, position, position + size, decays, slot.shape))
-                elif runs and (runs[-1][0], runs[-1][3]) == (name, decays):
-                    first = runs[-1][1]
-                    runs[-1] = (name, first, position + size, decays, (position + size - first,))
-                else:
-                    runs.append((name, position, position + size, decays, (size,)))
-                position += size
-        segments = []
-        for name, first, last, decays, shape in runs:
-            parameter = nn.Parameter(self.master[first:last].view(shape))
-            pushed = self.pushed[first:last].view(shape)
-            if self.gradient_dtype == self.master_dtype:
-                parameter.grad = pushed
-            segments.append(Segment(name=name, parameter=parameter, pushed=pushed, decays=decays))
-        return segments
-
-    def _is_outer(self, segment: Segment) -> bool:
-        """Whether a segment is of a parameter outside of all layers, where parameters are not cut."""
-        slot = self.table.slots.get(segment.name)
-        return slot is not None and slot.unit in (0, self.table.num_units - 1)
 
     def _allocate(self, size: int) -> None:
         """Allocate weights and gradients of ``size``. A single rank computes with what it owns: no copies."""

@@ -5,6 +5,7 @@ one at a time in a process. *Slots* are what a pack is made of along the axis th
 a video. T slots of the pack, t of this rank.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,6 +131,9 @@ class PackShard:
     """What every draw of a single uniform number gives, on every rank."""
     preserves_rng: bool = False
     """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
+    unreached: Counter[int] | None = None
+    """Of the micro-batch whose backward is this rank's last in the step: outputs of each position of the forward whose
+    gradients are not there yet; None: it is another."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
     failed_on_host: bool = False

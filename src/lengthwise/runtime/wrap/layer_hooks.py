@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.state.layer_gather import LayerGather
+from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.offload_layers import (
@@ -55,6 +56,8 @@ class HookedLayers:
         """The layers that are computed, the first among them; the others return their input. None: all."""
         self.gather: LayerGather | None = None
         """Gathers the weights of each layer when it is reached; None: they are whole."""
+        self.overlap: UpdateOverlap | None = None
+        """Moves whole weights and their gradients beneath forwards and backwards; None: nothing moves there."""
         self.position = 0
         """0 before the layers of a forward, the number of the layer from 1, and one more after them."""
         self.is_between = False
@@ -185,23 +188,25 @@ class HookedLayers:
         if 0 < position <= len(self._modules) and position != self.position + 1:
             self.order_problem = f"layer {position - 1} is not called once, after the layer before it in the list"
         self.position, self.is_between = position, False
+        if self.overlap is not None:
+            self.overlap.reach_forward(position)
         if self.gather is not None:
             self.gather.reach_forward(position)
-            if position == 1:
-                self._gather_before_backward(0, inputs)
+        if position == 1:
+            self._watch_backward(0, inputs)
 
     def _leave(self, position: int) -> None:
         self.is_between = position < len(self._modules)
-        if self.gather is not None:
-            self._gather_before_backward(position, self._last)
+        self._watch_backward(position, self._last)
         if not self.is_between:
             self._reach(position + 1)
 
-    def _gather_before_backward(self, position: int, outputs: Any) -> None:
-        """Gather what a position uses when a gradient of its outputs is there."""
+    def _watch_backward(self, position: int, outputs: Any) -> None:
+        """Gather what a position uses, or push what is final, when gradients of its outputs are there."""
+        if self.overlap is not None and shards.is_active():
+            self.overlap.watch(shards.current().unreached, position, outputs)
         gather = self.gather
-        assert gather is not None
-        if not gather.is_in_round:
+        if gather is None or not gather.is_in_round:
             return
         tensors = list(tensors_in(outputs))
         if position and not tensors:

@@ -1,0 +1,81 @@
+"""Parameters whose values are on their way: whoever reads or computes with one waits for it first, unasked.
+
+While its values come, a parameter is of a subclass of ``nn.Parameter`` whose ``__torch_function__`` waits and gives it
+back its own class, as ``nn.UninitializedParameter`` becomes a parameter. What tells its form alone does not wait.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lengthwise.runtime.state.table import ParameterTable
+
+_arrivals: dict[int, Callable[[], None]] = {}
+"""What waits for each pending parameter, by its identity; not an attribute of it, which copies would have as well."""
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter whose values are on their way."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func in _OF_FORM:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for value in pytree.tree_iter((args, kwargs)):
+            if isinstance(value, PendingParameter):
+                _arrivals.get(id(value), lambda: None)()
+                _settle(value)
+        return func(*args, **kwargs)
+
+
+_OF_FORM: frozenset[Any] = frozenset({
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex,
+    Tensor.element_size, Tensor.__hash__, Tensor.__len__, Tensor.is_contiguous, Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "grad",
+        "grad_fn", "is_meta", "is_quantized", "nbytes", "itemsize",
+    )),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+})  # fmt: skip
+"""Functions and properties that tell nothing of a parameter's values."""
+
+
+class PendingUnits:
+    """The parameters of some units as pending ones, from when their weights are on their way until they are there."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], table: ParameterTable) -> None:
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        for name, parameter in named.items():
+            self._parameters.setdefault(table.slots[name].unit, []).append(parameter)
+        self._begun: set[int] = set()
+
+    def begin(self, unit: int, arrive: Callable[[], None]) -> None:
+        """Let whoever reads a parameter of ``unit`` call ``arrive`` first; now, if one is of a class of its own."""
+        parameters = self._parameters.get(unit, [])
+        if any(type(parameter) is not nn.Parameter for parameter in parameters):
+            arrive()
+            return
+        self._begun.add(unit)
+        for parameter in parameters:
+            _arrivals[id(parameter)] = arrive
+            parameter.__class__ = PendingParameter
+
+    def end(self, unit: int) -> None:
+        """Let the parameters of ``unit`` be ordinary ones again."""
+        if unit in self._begun:
+            self._begun.remove(unit)
+            for parameter in self._parameters[unit]:
+                _settle(parameter)
+
+
+def _settle(parameter: nn.Parameter) -> None:
+    """Let a parameter be an ordinary one again: its values are there."""
+    if type(parameter) is PendingParameter:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        _arrivals.pop(id(parameter), None)
