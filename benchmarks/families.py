@@ -26,6 +26,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -222,7 +223,17 @@ def largest_difference(model: Any, kind: str) -> tuple[float, tuple[int, ...]]:
     return float(np.max([float((moved[name] - expected[name]).abs().max()) for name in expected]) / size), degrees
 
 
-def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, results: Any) -> None:
+def compare_gradients(model_class: ModelClass, num_ranks: int) -> dict[str, Any]:
+    """The outcome of a class on this rank: exact or wrong, and by how much."""
+    error, degrees = largest_difference(build(model_class), model_class.kind)
+    return {"outcome": "exact" if error <= TOLERANCE else "wrong", "error": error, "degrees": degrees}
+
+
+Compare = Callable[[ModelClass, int], dict[str, Any]]
+"""From a class and the number of ranks to the outcome on this one; what it raises is one too."""
+
+
+def rank_main(compare: Compare, model_class: ModelClass, rank: int, num_ranks: int, port: int, results: Any) -> None:
     """One rank of one trial."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
@@ -234,8 +245,7 @@ def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, res
     _be_silent()
     outcome: dict[str, Any]
     try:
-        error, degrees = largest_difference(build(model_class), model_class.kind)
-        outcome = {"outcome": "exact" if error <= TOLERANCE else "wrong", "error": error, "degrees": degrees}
+        outcome = compare(model_class, num_ranks)
     except LengthwiseError as refusal:
         outcome = {"outcome": "refused", "message": str(refusal)}
     except BaseException as failure:
@@ -251,14 +261,14 @@ def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, res
 class Trial:
     """One class on some number of ranks, each a process forked from this one; they compute from the start."""
 
-    def __init__(self, model_class: ModelClass, num_ranks: int) -> None:
+    def __init__(self, model_class: ModelClass, num_ranks: int, compare: Compare = compare_gradients) -> None:
         self.model_class, self.num_ranks = model_class, num_ranks
         context = mp.get_context("fork")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._results = context.Queue()
-        arguments = [(model_class, rank, num_ranks, port, self._results) for rank in range(num_ranks)]
+        arguments = [(compare, model_class, rank, num_ranks, port, self._results) for rank in range(num_ranks)]
         self._ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
         self._end = time.monotonic() + LIMIT_S
         for process in self._ranks:
@@ -337,7 +347,7 @@ def _be_silent() -> None:
     os.dup2(nowhere, 2)
 
 
-def _import_once() -> None:
+def import_once() -> None:
     """Import what trials need before they fork: they compute for a second, and imports would take each of them four."""
     import torch
     import torch._dynamo
@@ -365,7 +375,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    _import_once()
+    import_once()
     chosen = [name for name in arguments.classes.split(",") if name]
     done, counts = set(), Counter[str]()
     out = Path(arguments.out) if arguments.out else None

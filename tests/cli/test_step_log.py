@@ -68,6 +68,10 @@ def test_no_line_and_no_table_is_wider_than_a_hundred_columns(has_profile):
         "idle", "peak", "plan",
     ]  # fmt: skip
     assert "auto 2x<1>" in lines[1] and "auto" not in lines[2]  # told once, where it changes
+    largest = {**HUGE, "step": 9_999_998, "loss/avg": 123456.789, "val/loss": 123456.789, "val/best_step": 1}
+    console = Console(file=StringIO(), width=200)
+    console.print(step_table([largest], num_steps=10_000_000, has_profile=has_profile))
+    assert max(len(line.rstrip()) for line in console.file.getvalue().splitlines()) <= 120
 
 
 def _log(monkeypatch, *, is_terminal, **options):

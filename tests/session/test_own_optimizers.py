@@ -125,11 +125,37 @@ def made_of_words(groups):
         (lambda groups: None, "makes a NoneType, which is no torch.optim.Optimizer"),
         (made_of_words, "keeps seen as a str, and checkpoints keep tensors and numbers"),
         ("adamm", "did you mean adamw|Input should be"),
+        (torch.optim.SGD([torch.zeros(1)]), r"optimizer: SGD is made already, .*functools.partial\(SGD, ...\)"),
+        (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 1 of the 2 parameters .*, and takes 0 others"),
+        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 2 of the 2 parameters .*, and takes 1 others"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_training(optimizer, told):
     with pytest.raises(InputError, match=told):
         lw.prepare(models.gpt(), models.rows(), cost=models.mixed_cost(), optimizer=optimizer, steps=1, verbose=False)
+
+
+def test_a_rate_is_that_of_a_scheduler_of_torch_where_a_function_gives_it():
+    """On the loss of each step; a scheduler itself is refused by one sentence."""
+    follows = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(follows, factor=0.5, patience=0)
+    options = OPTIONS | {"cost": models.mixed_cost(), "memory_gib": 40, "check": False}
+    with pytest.raises(
+        InputError, match=r"lr: ReduceLROnPlateau sets .*lr=lambda step: scheduler.get_last_lr\(\)\[0\]"
+    ):
+        lw.prepare(models.gpt(), models.rows(), **options | {"lr": scheduler})
+    run, rates = (
+        lw.prepare(models.gpt(), models.rows(), **options | {"lr": lambda step: scheduler.get_last_lr()[0]}),
+        [],
+    )
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+        result = step.update()
+        rates.append(result.lr)
+        scheduler.step(1.0)  # it does not fall
+    run.close()
+    assert rates == [1e-2, 1e-2, 5e-3, 2.5e-3]
 
 
 def trained_state(optimizer):

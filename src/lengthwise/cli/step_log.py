@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from lengthwise.runtime.train.step_metrics import Row
 
 MOST_COLUMNS = 100
-"""Characters of a line, and of the table."""
+"""Characters of a line, and of the table; numbers of very large runs widen it to 120."""
 DATA_SHEETS = "plans follow data sheets; lengthwise profile CONFIG measures instead, for plan.profile=profile.json"
 _ROWS_SHOWN = 12
 _MUCH_WAIT = 0.05
 """Share of a step that ranks may wait for data before a line names it."""
-_PLAN_COLUMNS = 22
+_PLAN_COLUMNS, _FEWEST_PLAN_COLUMNS = 22, 9
+_HEADINGS = ("step", "loss", "val loss", "lr", "tokens/s", "step time", "predicted", "idle", "peak")
 _PIPELINES = re.compile(r"(\d+) x <(\d+),(\d+)>")
 
 
@@ -31,7 +32,7 @@ def step_line(row: "Row", *, num_steps: int) -> str:
     eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
     parts = [
         f"step {row['step'] + 1}/{num_steps}",
-        f"loss {row['loss/avg']:.4f}",
+        f"loss {_loss(row['loss/avg'])}",
         f"lr {_rate(row)}",
         f"{count(row['perf/tokens_per_s'])} tokens/s",
         shortened(short_strategy(row["plan/strategy"]), _PLAN_COLUMNS),
@@ -52,7 +53,7 @@ def validation_line(row: "Row") -> str:
     """Return the validation loss of a step, and whether it is the lowest so far."""
     is_best = row["val/best_step"] == row["step"] + 1
     best = "the lowest so far" if is_best else f"the lowest was after step {row['val/best_step']}"
-    return f"validation after step {row['step'] + 1}: loss {row['val/loss']:.4f}, {best}"
+    return f"validation after step {row['step'] + 1}: loss {_loss(row['val/loss'])}, {best}"
 
 
 def short_strategy(strategy: str) -> str:
@@ -122,30 +123,42 @@ class StepLog:
 
 
 def step_table(rows: "list[Row]", *, num_steps: int, has_profile: bool) -> Any:
-    """Return rich's table of steps, at most ``MOST_COLUMNS`` wide; a plan is named where it changes."""
+    """Return rich's table of steps; a plan is named where it changes, as far as there is room in ``MOST_COLUMNS``."""
     from rich.table import Table
 
+    is_validated = any("val/loss" in row for row in rows)
+    cells = [_cells(row, num_steps=num_steps, has_profile=has_profile, is_validated=is_validated) for row in rows]
+    headings = [
+        name for name in _HEADINGS if (has_profile or name != "predicted") and (is_validated or name != "val loss")
+    ]
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    room = MOST_COLUMNS - sum(widths) - 2 * len(widths)
+    plan_columns = max(_FEWEST_PLAN_COLUMNS, min(_PLAN_COLUMNS, room))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), width=None)
-    headings = ["step", "loss", "lr", "tokens/s", "step time", "predicted", "idle", "peak"]
-    if not has_profile:
-        headings.remove("predicted")
-    if is_validated := any("val/loss" in row for row in rows):
-        headings.insert(2, "val loss")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan", no_wrap=True, max_width=_PLAN_COLUMNS)
+    table.add_column("plan", no_wrap=True, max_width=plan_columns)
     shown_plan = ""
-    for row in rows:
-        predicted = (_predicted(row) or "n/a",) if has_profile else ()
-        validated = (f"{row['val/loss']:.4f}" if "val/loss" in row else "",) if is_validated else ()
+    for row, of_row in zip(rows, cells):
         plan = plan_words(row)
-        table.add_row(
-            f"{row['step'] + 1}/{num_steps}", f"{row['loss/avg']:.4f}", *validated, _rate(row),
-            count(row["perf/tokens_per_s"]), _duration(row["perf/step_time_s"]), *predicted,
-            f"{row['balance/idle_frac']:.0%}", _peak(row), "" if plan == shown_plan else shortened(plan, _PLAN_COLUMNS),
-        )  # fmt: skip
+        table.add_row(*of_row, "" if plan == shown_plan else shortened(plan, plan_columns))
         shown_plan = plan
     return table
+
+
+def _cells(row: "Row", *, num_steps: int, has_profile: bool, is_validated: bool) -> list[str]:
+    """The cells of a step, its plan aside."""
+    cells = [f"{row['step'] + 1}/{num_steps}", _loss(row["loss/avg"])]
+    if is_validated:
+        cells.append(_loss(row["val/loss"]) if "val/loss" in row else "")
+    cells += [_rate(row), count(row["perf/tokens_per_s"]), _duration(row["perf/step_time_s"])]
+    if has_profile:
+        cells.append(_predicted(row) or "n/a")
+    return [*cells, f"{row['balance/idle_frac']:.0%}", _peak(row)]
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1000 else f"{loss:.4g}"
 
 
 def _rate(row: "Row") -> str:

@@ -124,6 +124,27 @@ class PrepareOptions(
     verbose: bool = True
     """Whether the first rank prints what was found and measured."""
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _is_not_made_yet(cls, optimizer: Any) -> Any:
+        if hasattr(optimizer, "param_groups"):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} is made already, of whole parameters, and ranks update shares of them; give what makes it: "
+                f"its class, or functools.partial({name}, ...) with its constants"
+            )
+        return optimizer
+
+    @field_validator("lr", mode="before")
+    @classmethod
+    def _is_no_scheduler(cls, lr: Any) -> Any:
+        if hasattr(lr, "step") and not callable(lr):
+            raise ValueError(
+                f"{type(lr).__name__} sets the rate of an optimizer of its own; call its step() after step.update(), "
+                "and give lr=lambda step: scheduler.get_last_lr()[0]"
+            )
+        return lr
+
     @field_validator("cost")
     @classmethod
     def _can_price(cls, cost: Any) -> Any:
