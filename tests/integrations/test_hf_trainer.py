@@ -125,8 +125,7 @@ def _in_float32(tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1: the loss is the model's own"),
-        ({"torch_compile": True}, r"torch_compile=True: a compiled forward"),
+        ({"use_liger_kernel": True}, r"use_liger_kernel=True: its kernels are Triton's, for GPUs"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: its noise"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: micro-batches are planned"),
         ({"train_sampling_strategy": "group_by_length"}, r"train_sampling_strategy='group_by_length'"),
@@ -143,6 +142,125 @@ def _in_float32(tmp_path):
 def test_arguments_that_cannot_be_honoured_are_refused_by_name(options, named, tmp_path):
     with pytest.raises(InputError, match=named):
         train(tmp_path, options, eval_dataset=trainers.dataset(2))
+
+
+def test_every_argument_of_transformers_is_honoured_replaced_or_refused_with_a_reason():
+    from dataclasses import fields
+
+    from transformers import TrainingArguments
+
+    from lengthwise.integrations import hf_training_args as known
+
+    names = [field.name for field in fields(TrainingArguments) if field.init]
+    groups = (known._HONOURED, known._REPLACED, known._REASONS)
+    assert [name for name in names if sum(name in group for group in groups) != 1] == []
+    older = {"logging_dir", "warmup_ratio", "local_rank"}
+    assert (known._HONOURED | known._REPLACED.keys()) - older <= set(names)
+
+
+def test_what_is_replaced_is_said(tmp_path, caplog):
+    train(tmp_path, {"dataloader_num_workers": 2, "ddp_broadcast_buffers": True, "max_steps": 1})
+    (said,) = [record.message for record in caplog.records if "replaced by lengthwise.Trainer" in record.message]
+    assert "dataloader_num_workers=2: evaluation alone has a loader" in said and "ddp_broadcast_buffers=True" in said
+
+
+LOSSES = {
+    "compute_loss_func": ({}, {"compute_loss_func": trainers.focal_loss}, EXACT),
+    "label smoothing": ({"label_smoothing_factor": 0.2}, {}, 1e-6),  # of which transformers sums a part in float32
+}
+
+
+def test_losses_of_logits_train_what_transformers_trains(ranks, tmp_path):
+    for name, (changes, others, tolerance) in LOSSES.items():
+        options = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "gradient_accumulation_steps": 4} | changes
+        stock = train(tmp_path / "stock", options, stock=True, **others)
+        expected = trainers.weights_of(stock.model)
+        found = ranks(2).run(
+            log_and_weights, tmp_path / "run", options | {"gradient_accumulation_steps": 2},
+            lengthwise=trainers.planned(recompute="none"), **others,
+        )  # fmt: skip
+        for log, weights in found:
+            for weight, value in expected.items():
+                np.testing.assert_allclose(weights[weight], value, rtol=0, atol=tolerance, err_msg=f"{name}: {weight}")
+            assert_equal_logs(log, stock.state.log_history, 1e-6)
+
+
+def test_losses_that_are_no_sums_over_tokens_are_refused(tmp_path):
+    def of_sequences(outputs, labels, num_items_in_batch=None):
+        return trainers.focal_loss(outputs, labels, num_items_in_batch) ** 2
+
+    def unmoved(outputs, labels, num_items_in_batch=None):
+        return trainers.focal_loss(outputs, labels.roll(1), num_items_in_batch)
+
+    def of_hidden_states(outputs, labels, num_items_in_batch=None):
+        return outputs.hidden_states[-1].sum()
+
+    for function, reason in (
+        (of_sequences, "it is no sum over tokens"),
+        (unmoved, "it is no sum over tokens"),
+        (of_hidden_states, r"it cannot be computed of logits and labels alone \(TypeError"),
+    ):
+        with pytest.raises(InputError, match=f"compute_loss_func: {reason}.*make the loss with lengthwise="):
+            train(tmp_path, {}, compute_loss_func=function)
+    with pytest.raises(InputError, match=r"label_smoothing_factor=0.1: lengthwise=\{'loss': ...\} makes the loss"):
+        train(tmp_path, {"label_smoothing_factor": 0.1}, lengthwise={"loss": lambda output, micro_batch: output.loss})
+
+
+def test_layers_that_torch_compiles_train_what_transformers_trains(stock, tmp_path):
+    import os
+    from unittest import mock
+
+    options, _, weights = stock
+    with mock.patch.dict(os.environ):  # where transformers says it to accelerate
+        found = train(tmp_path, options | {"torch_compile": True, "torch_compile_backend": "aot_eager"})
+    assert_equal_weights(trainers.weights_of(found.model), weights)
+    with mock.patch.dict(os.environ), pytest.raises(InputError, match="torch_compile_mode='reduce-overhead': layers"):
+        train(tmp_path, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"})
+
+
+def test_kernels_of_liger_replace_layers_and_leave_the_loss(tmp_path, monkeypatch):
+    import transformers
+
+    from lengthwise.integrations import hf_training_args
+
+    applied = []
+    monkeypatch.setattr(hf_training_args, "liger_problem", lambda args: "")
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", lambda model, config: applied.append(config))
+    train(tmp_path, {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}, "max_steps": 1})
+    assert applied == [{"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}]
+
+
+def test_a_step_that_overflows_in_float16_leaves_weights_and_schedule_where_they_are(tmp_path):
+    import math
+
+    import torch
+
+    import lengthwise as lw
+
+    class Half(lw.Trainer):
+        def train(self, *args, **options):
+            self.args.fp16 = True  # which accelerate takes on GPUs alone
+            return super().train(*args, **options)
+
+    schedule = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "max_steps": 8, "save_strategy": "steps"}
+    scaled = trainers.planned(loss_scale=2.0**22)
+
+    def run(folder, **others):
+        model = trainers.gpt2(dtype=torch.float32)
+        return train(folder, schedule | {"save_steps": 6}, trainer_class=Half, model=model, lengthwise=scaled, **others)
+
+    whole = run(tmp_path)
+    log = whole.state.log_history[:-1]
+    overflows = [not math.isfinite(row["grad_norm"]) for row in log]
+    assert 0 < sum(overflows) < 6 and not overflows[-1]
+    updates = [number + 1 - sum(overflows[: number + 1]) for number in range(8)]
+    assert [row["learning_rate"] for row in log] == pytest.approx(
+        [1e-3 * (1 - (count - (not over)) / 8) for count, over in zip(updates, overflows)]
+    )
+    resumed = run(tmp_path, resume=str(tmp_path / "checkpoint-6"))
+    assert resumed.state.log_history[-2]["learning_rate"] == log[-1]["learning_rate"]
+    for name, value in trainers.weights_of(whole.model).items():
+        np.testing.assert_array_equal(trainers.weights_of(resumed.model)[name], value, err_msg=name)
 
 
 def test_weights_gathered_by_layer_are_refused_since_callbacks_look_at_all_of_them(tmp_path):
@@ -167,14 +285,14 @@ def test_everything_that_would_be_ignored_is_named_at_once(tmp_path):
     model = trainers.gpt2()
     trainer = Own(
         model=model,
-        args=trainers.arguments(tmp_path, label_smoothing_factor=0.1, use_liger_kernel=True),
+        args=trainers.arguments(tmp_path, neftune_noise_alpha=5.0, use_liger_kernel=True),
         train_dataset=trainers.dataset(),
         optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
         callbacks=[Half()],
     )
     with pytest.raises(InputError) as refused:
         trainer.train()
-    for name in ("label_smoothing_factor", "use_liger_kernel", "Own.compute_loss", "optimizer:", "Half.on_substep_end"):
+    for name in ("neftune_noise_alpha", "use_liger_kernel", "Own.compute_loss", "optimizer:", "Half.on_substep_end"):
         assert name in str(refused.value)
 
 

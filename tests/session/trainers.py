@@ -21,6 +21,13 @@ def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+def focal_loss(outputs, labels, num_items_in_batch=None):
+    """A ``compute_loss_func``: of logits and labels of whole sequences, as users write it."""
+    logits, targets = outputs.logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten()
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).sum() / num_items_in_batch
+
+
 def gpt2(seed=0, dtype=torch.float64):
     from transformers import GPT2Config, GPT2LMHeadModel
 

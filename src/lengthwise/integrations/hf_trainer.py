@@ -23,15 +23,19 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_callback import TrainerCallback
+from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
 from lengthwise.integrations.hf_training_args import (
+    LIGER_LOSSES,
     decay_problem,
     length_limit,
+    log_replaced,
     optimizer_name,
     refuse_what_cannot_be_honoured,
 )
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
 from lengthwise.runtime.train.execute_step import StepResult
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.objectives import base_model
@@ -86,6 +90,13 @@ class Trainer(transformers.Trainer):
             InputError: something that was asked for would be ignored.
         """
         refuse_what_cannot_be_honoured(self, Trainer)
+        if self.args.process_index == 0:
+            log_replaced(self.args)
+        if self.args.use_liger_kernel:  # layers alone: logits are computed in chunks
+            self.args.liger_kernel_config = {
+                **(self.args.liger_kernel_config or {}),
+                **dict.fromkeys(LIGER_LOSSES, False),
+            }
         if trial is not None or self.hp_search_backend is not None:
             raise InputError("lengthwise.Trainer has no search for hyperparameters; train once for each setting")
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
@@ -124,6 +135,8 @@ class Trainer(transformers.Trainer):
                 f"{name} does not predict next tokens; say what has a loss and how it is made: "
                 "lengthwise={'objective': ..., 'loss': ...}"
             )
+        if (loss_of := self._loss_of_logits()) is not None:
+            options["loss"] = loss_of
         if not {"tokens_per_step", "sequences_per_step"} & set(options):
             options["sequences_per_step"] = self.get_total_train_batch_size(args)
         if not {"optimizer", "weight_decay"} & set(options) and args.weight_decay and (problem := decay_problem(self)):
@@ -143,6 +156,10 @@ class Trainer(transformers.Trainer):
             )
         if args.gradient_checkpointing or args.activation_checkpointing:
             options.setdefault("recompute", "all")
+        if args.torch_compile:
+            options |= {"compile": True, "compile_backend": args.torch_compile_backend or "inductor"}
+        if args.fp16:
+            options.setdefault("loss_scale", FIRST_SCALE)
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         options = {
             "optimizer": self._optimizer(weight_decay),
@@ -156,6 +173,25 @@ class Trainer(transformers.Trainer):
         }
         corpus = CollatedItems(self.train_dataset, collate, needs_labels=not masked)
         return prepare(self.model, corpus, **cast(PrepareKeywords, options))
+
+    def _loss_of_logits(self) -> LossOf | None:
+        """The loss that label smoothing or ``compute_loss_func`` make of logits; None: it is the model's own."""
+        function, factor = self.compute_loss_func, self.args.label_smoothing_factor
+        if function is None and not factor:
+            return None
+        what = f"label_smoothing_factor={factor}" if function is None else "compute_loss_func"
+        if "loss" in self._options:
+            raise InputError(f"{what}: lengthwise={{'loss': ...}} makes the loss; leave one of the two out")
+        if not self._predicts_next_tokens():
+            raise InputError(
+                f"{what}: {type(base_model(self.model)).__name__} does not predict next tokens; make the loss with "
+                "lengthwise={'loss': lambda output, micro_batch: ...}"
+            )
+        if function is None:
+            return smoothed_loss(factor)
+        if problem := function_problem(function, self.model.get_input_embeddings().num_embeddings):
+            raise InputError(f"compute_loss_func: {problem}")
+        return loss_of_function(function)
 
     def _num_samples(self) -> float:
         """Sequences of the whole training, as transformers counts them for its speeds."""
@@ -195,7 +231,8 @@ class Trainer(transformers.Trainer):
             run.resume(os.path.join(checkpoint, FOLDER))
             self._load_rng_state(checkpoint)
         placeholder.step()  # of nothing, or the schedule warns
-        for _ in range(self.state.global_step):
+        scaler = run.state.loss_scaler
+        for _ in range(self.state.global_step - (0 if scaler is None else scaler.num_skipped)):
             self.lr_scheduler.step()
         self.run, self.optimizer, self.model_wrapped = run, run.state.optimizer, self.model
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
@@ -217,7 +254,8 @@ class Trainer(transformers.Trainer):
                 pass  # it did not fit, and comes again
             self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
             self._tr_loss += result.loss
-            self.lr_scheduler.step()
+            if not result.is_skipped:  # a step that overflowed leaves the schedule where it is, as there
+                self.lr_scheduler.step()
             state.global_step += 1
             state.num_input_tokens_seen += sum(
                 sum(micro_batch.pack.lengths) for p in step.plan.pipelines for micro_batch in p.micro_batches
@@ -236,7 +274,9 @@ class Trainer(transformers.Trainer):
         flos = 0.0
         for micro_batch in step:
             inputs = micro_batch.inputs
-            with self.accelerator.autocast():
+            if self.compute_loss_func is not None or self.args.label_smoothing_factor:  # of logits alone
+                inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+            with self.autocast_smart_context_manager():
                 loss = self.run.wrapped_model.loss_of(self.model(**inputs), micro_batch)
             step.backward(loss)
             flos += float(self.floating_point_ops(inputs))
@@ -296,6 +336,8 @@ class Trainer(transformers.Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the autocast of the precision that was asked for."""
+        if self.args.fp16:
+            return torch.autocast(self.args.device.type, dtype=torch.float16)
         return self.accelerator.autocast()
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:

@@ -1,5 +1,7 @@
-"""What of transformers' Trainer is honoured by ours; the rest is refused by name with the reason, never ignored."""
+"""What of transformers' Trainer is honoured or replaced by ours; the rest is refused by name with the reason."""
 
+import logging
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -8,15 +10,12 @@ import transformers
 from lengthwise.core.errors import InputError
 
 _REASONS = {
-    "fp16": "use bf16, or load the model in float16, whose losses are scaled (option loss_scale)",
     "deepspeed": "the optimizer's state is sharded over the ranks already",
     "fsdp": "the optimizer's state is sharded over the ranks already, and weights are whole",
     "fsdp_config": "the optimizer's state is sharded over the ranks already, and weights are whole",
-    "label_smoothing_factor": "the loss is the model's own; make another with lengthwise={'loss': ...}",
-    "torch_compile": "a compiled forward cannot be intercepted",
+    "torch_compile_mode": "layers are compiled in the backend's default mode",
     "neftune_noise_alpha": "its noise is drawn by each rank for itself, and ranks share sequences",
     "auto_find_batch_size": "micro-batches are planned to fit",
-    "use_liger_kernel": "its layers and losses have not been shown to be exact on shards",
     "torch_empty_cache_steps": "memory is planned",
     "ignore_data_skip": "a resumed run computes every sequence once",
     "average_tokens_across_devices": "every target weighs the same, whatever rank computes it",
@@ -55,19 +54,19 @@ _HONOURED = frozenset(
         "gradient_accumulation_steps",
         "max_grad_norm",
         "bf16",
+        "fp16",
+        "label_smoothing_factor",
         "bf16_full_eval",
         "fp16_full_eval",
         "tf32",
-        "activation_checkpointing",
-        "gradient_checkpointing",
+        "torch_compile",
         "torch_compile_backend",
-        "torch_compile_mode",
+        "use_liger_kernel",
         "liger_kernel_config",
         "logging_strategy",
         "logging_steps",
         "logging_first_step",
         "log_on_each_node",
-        "logging_nan_inf_filter",
         "include_num_input_tokens_seen",
         "log_level",
         "log_level_replica",
@@ -110,20 +109,9 @@ _HONOURED = frozenset(
         "seed",
         "data_seed",
         "use_cpu",
-        "accelerator_config",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "dataloader_multiprocessing_context",
-        "dataloader_in_order",
         "remove_unused_columns",
         "label_names",
         "train_sampling_strategy",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
         "ddp_backend",
         "ddp_timeout",
         "skip_memory_metrics",
@@ -134,7 +122,29 @@ _HONOURED = frozenset(
         "local_rank",
     ]
 )
-"""Arguments that do what they say, or have nothing to do: there is no DistributedDataParallel, no training loader."""
+"""Arguments that do what they say."""
+
+_NO_LOADER = (
+    "evaluation alone has a loader; training reads items in the rank, or in lengthwise={'workers': ...} processes"
+)
+_NO_DDP = "there is no DistributedDataParallel: gradients are summed once a step"
+_REPLACED = {
+    "gradient_checkpointing": "lengthwise={'recompute': 'all'}",
+    "activation_checkpointing": "lengthwise={'recompute': 'all'}",
+    "logging_nan_inf_filter": "a loss that is not finite ends the run",
+    "accelerator_config": "batches are planned, none is dispatched or split",
+    **dict.fromkeys(
+        (
+            "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+            "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+        ),
+        _NO_LOADER,
+    ),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), _NO_DDP
+    ),
+}  # fmt: skip
+"""Arguments in whose place something else is done, which is logged where they are set."""
 
 _OF_ROWS = frozenset(
     [
@@ -157,6 +167,8 @@ _OF_ROWS = frozenset(
     ]
 )
 """What trl's SFTConfig adds that has been done to rows and models before they come here, or is checked below."""
+LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+"""Options of liger-kernel that replace losses, not layers."""
 _LOSSES = (None, "nll", "chunked_nll")
 """Values of its ``loss_type`` that are the model's own loss."""
 
@@ -201,18 +213,32 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _of_arguments(args: Any) -> list[str]:
-    problems = []
+def log_replaced(args: Any) -> None:
+    """Log once which arguments that are set are replaced by something else."""
+    words = [f"{name}={value!r}: {_REPLACED[name]}" for name, value in _changed(args) if name in _REPLACED]
+    if words:
+        logging.getLogger("lengthwise").warning("replaced by lengthwise.Trainer: %s", "; ".join(words))
+
+
+def _changed(args: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments that are not as they are by default."""
     for field in fields(args):
-        if field.name in _HONOURED or not field.init or (field.name in _OF_ROWS and _is_of_trl(type(args))):
-            continue
         default = field.default if field.default is not MISSING else None
         if field.default_factory is not MISSING:
             default = field.default_factory()
-        value = getattr(args, field.name)
+        value = getattr(args, field.name) if field.init else default
         if value != default and (value or default):
-            reason = _REASONS.get(field.name, "it is not known what it asks for")
-            problems.append(f"{field.name}={value!r}: {reason}")
+            yield field.name, value
+
+
+def _of_arguments(args: Any) -> list[str]:
+    problems = []
+    for name, value in _changed(args):
+        if name in _HONOURED or name in _REPLACED or (name in _OF_ROWS and _is_of_trl(type(args))):
+            continue
+        problems.append(f"{name}={value!r}: {_REASONS.get(name, 'it is not known what it asks for')}")
+    if args.use_liger_kernel and (problem := liger_problem(args)):
+        problems.append(f"use_liger_kernel=True: {problem}")
     if _plain(args.optim) not in _OPTIMIZERS:
         known_optimizers = ", ".join(_OPTIMIZERS)
         problems.append(
@@ -234,6 +260,21 @@ def _of_arguments(args: Any) -> list[str]:
     if args.data_seed not in (None, args.seed):
         problems.append(f"data_seed={args.data_seed}: order and dropout share one seed ({args.seed})")
     return problems
+
+
+def liger_problem(args: Any) -> str:
+    """Why kernels of liger-kernel cannot be used; an empty string if they can."""
+    if args.device.type == "cpu":
+        return "its kernels are Triton's, for GPUs, and this run is on a CPU; set use_liger_kernel=False"
+    if not transformers.utils.is_liger_kernel_available():
+        return "liger-kernel is not installed: pip install liger-kernel"
+    fused = [name for name in LIGER_LOSSES if (args.liger_kernel_config or {}).get(name)]
+    if fused:
+        return (
+            f"liger_kernel_config has {', '.join(fused)}, and here logits are computed chunk by chunk already, on "
+            "shards too; leave it out: kernels of layers are used"
+        )
+    return ""
 
 
 def _is_of_trl(kind: type) -> bool:
@@ -258,7 +299,6 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
         if getattr(trainer.args, name, None) and not {column, "labels"} & set(_first_item(trainer.train_dataset)):
             problems.append(f"{name}=True: items have neither {column} nor labels, which say what has a loss")
     for name, reason in (
-        ("compute_loss_func", "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}"),
         ("optimizer", "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}"),
         ("optimizer_cls_and_kwargs", "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}"),
     ):
