@@ -4,7 +4,7 @@ While its values come, a parameter is of a subclass of ``nn.Parameter`` whose ``
 back its own class, as ``nn.UninitializedParameter`` becomes a parameter. What tells its form alone does not wait.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,7 @@ class PendingParameter(nn.Parameter):
         if func in _OF_FORM:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for value in pytree.tree_iter((args, kwargs)):
-            if isinstance(value, PendingParameter):
-                _arrivals.get(id(value), lambda: None)()
-                _settle(value)
+        wait_for(pytree.tree_iter((args, kwargs)))
         return func(*args, **kwargs)
 
 
@@ -44,6 +41,14 @@ _OF_FORM: frozenset[Any] = frozenset({
     *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
 })  # fmt: skip
 """Functions and properties that tell nothing of a parameter's values."""
+
+
+def wait_for(values: Iterable[Any]) -> None:
+    """Wait for the pending parameters among ``values``, as before code that torch does not tell of them."""
+    for value in values:
+        if isinstance(value, PendingParameter):
+            _arrivals.get(id(value), lambda: None)()
+            _settle(value)
 
 
 class PendingUnits:

@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.compile.graphs import GraphCount, allow_shapes
+from lengthwise.runtime.state.pending_parameter import wait_for
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.forward_patch import Forward, PreparedForward
@@ -160,12 +161,11 @@ class CompiledModules:
         is_compiled = modes.compared is None and torch.is_grad_enabled() and not part.has_hooks
         if part.compiled is None or not is_compiled:
             return forward(*args, **kwargs)
-        if modes.intercept is None:
-            with self.around():
-                return part.compiled(*args, **kwargs)
-        if _get_current_function_mode() is not modes.intercept:  # the model's code has a mode of its own
-            return forward(*args, **kwargs)
-        with self.around(), _pop_mode_temporarily():  # the module makes no call that it would answer
+        if modes.intercept is not None and _get_current_function_mode() is not modes.intercept:
+            return forward(*args, **kwargs)  # the model's code has a mode of its own
+        wait_for(part.module.parameters())
+        # The module makes no call that the mode would answer.
+        with self.around(), nullcontext() if modes.intercept is None else _pop_mode_temporarily():
             return part.compiled(*args, **kwargs)
 
 
