@@ -14,6 +14,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
 from lengthwise.session import weight_placement
 from lengthwise.session.weight_placement import place_weights
 from tests.cost.profiled.test_dual_layer import CLUSTER, LAYERS
@@ -127,14 +128,30 @@ def placed(weights, memory_bytes, *, problem="", frozen_bytes=0):
 
 
 def test_auto_gathers_only_where_the_longest_sequence_does_not_fit_beside_all_weights():
-    """8,000 parameters in float32 on 4 ranks: 64,000 bytes whole beside 32,000 of shares, 16,000 of two layers else."""
+    """8,000 parameters in float32 on 4 ranks: 64,000 bytes whole beside 32,000 of shares, else 16,000 of two layers and
+    a share of the gradients that are on their way."""
     cost, keep_layers = placed("auto", 600_000)
     assert keep_layers is None and cost.gather is None
     cost, keep_layers = placed("auto", 120_000)
-    assert keep_layers is not None and cost.gather.state_bytes(4) == 32_000 + 16_000
+    assert keep_layers is not None and cost.gather.state_bytes(4) == 32_000 + 16_000 + 1000
     assert placed("auto", 120_000, problem="it is odd")[1] is None
     assert placed("whole", 120_000)[1] is None
     assert placed("by-layer", 600_000)[1] is not None
+
+
+def test_a_rank_holds_the_head_in_the_loss_and_two_units_in_a_backward():
+    gather = LayerGatherCost(unit_params=(50, 10, 10, 40, 80), unit_frozen_bytes=(0,) * 5, dtype="bfloat16")
+    shares = 16 * 190 // 2
+    assert gather.state_parts(2) == {
+        Moment.LOSS: (2 * 80, 0, shares),
+        Moment.LOSS_BACKWARD: (2 * (80 + 40), 4 * 80, shares),
+        Moment.BACKWARD: (2 * (40 + 10), 4 * (40 + 80 + 80 // 2), shares),
+    }
+    tied = replace(gather, head_units=(0, 4), unit_params=(50, 10, 10, 40, 2))
+    assert tied.state_parts(2)[Moment.LOSS][:2] == (2 * 52, 0), "a tied embedding is what the loss computes with"
+    whole = gather.state_parts(2, num_kept=2)
+    assert whole[Moment.LOSS][:2] == (2 * 130, 4 * 130)
+    assert whole[Moment.BACKWARD][:2] == (2 * (130 + 10 + 50), 4 * (130 + 10)), "what stays sends nothing"
 
 
 def test_a_step_keeps_as_many_of_the_last_layers_whole_as_its_plan_leaves_memory_for():
@@ -147,7 +164,7 @@ def test_a_step_keeps_as_many_of_the_last_layers_whole_as_its_plan_leaves_memory
 def test_frozen_weights_are_counted_at_their_own_bytes_and_without_gradient_or_state():
     """Of 8 units of 4,000 bytes a share of a quarter, and two gathered ones; other bytes would count them whole."""
     cost, keep_layers = placed("by-layer", 600_000, frozen_bytes=4000)
-    assert cost.gather.state_bytes(4) == 32_000 + 8 * 4000 // 4 + 16_000 + 2 * 4000
+    assert cost.gather.state_bytes(4) == 32_000 + 8 * 4000 // 4 + 16_000 + 1000 + 2 * 4000
     scheme = uniform_scheme(LAYERS, degree=1, method=Method.DENSE)
     assert cost._state_bytes(scheme, 4) == (cost.gather.state_bytes(4),)
     plan = SimpleNamespace(pipelines=[SimpleNamespace(micro_batches=[SimpleNamespace(peak_bytes=600_000 - 24_000)])])

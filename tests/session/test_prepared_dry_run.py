@@ -130,7 +130,9 @@ def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
     (rows,) = run_process([trial.step_request(plan, cost, [0, 1, 2], num_kept=0)])
     assert differences_of(plan, rows) == []
     for row in rows:
-        predicted = trial.beside_prediction(plan, cost, row, num_kept=0)["predicted"]["peak_bytes"]
+        row = trial.beside_prediction(plan, cost, row, num_kept=0)
+        predicted = row["predicted"]["peak_bytes"]
+        assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN), row["rank"]
         assert row["peak_bytes"]["weights"] == pytest.approx(predicted["weights"], rel=WITHIN), row["rank"]
         assert row["peak_bytes"]["gradients"] == pytest.approx(predicted["gradients"], rel=WITHIN), row["rank"]
     first, middle, last = (row["peak_bytes"]["weights"] for row in rows)

@@ -41,12 +41,16 @@ class LayerRow:
     input_bytes: int
     """m_inp: what a recomputed layer keeps."""
     constant_bytes: int
-    """M_C: what is kept beside layers, and what else is there when most is."""
+    """M_C: what is there beside what layers keep in the loss; where nothing below was measured, all that ever is."""
     alive_bytes: int
-    """What comes to that where layers are recomputed: one of them is there in full again."""
+    """What a layer that is recomputed adds in its backward: it is there in full again."""
     repeats: int
     method: str = "ulysses"
     """How the ranks shared sequences; of one rank this says nothing."""
+    loss_backward_bytes: int = 0
+    """What is there beside what layers keep in the backward of the loss; 0: not measured, as on CPUs."""
+    backward_bytes: int = 0
+    """And in the backward of a layer."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -118,7 +122,8 @@ class LayerTable:
             raise InputError(f"the profile of {self.identity.model_name} has no rows; not even the shortest pack fits")
         for row in self.rows:
             spreads_s = (row.forward_spread_s, row.backward_spread_s, row.constant_spread_s)
-            least_bytes = min(row.kept_bytes - 1, row.input_bytes, row.constant_bytes, row.alive_bytes)
+            beside = (row.constant_bytes, row.alive_bytes, row.loss_backward_bytes, row.backward_bytes)
+            least_bytes = min(row.kept_bytes - 1, row.input_bytes, *beside)
             is_sensible = min(row.forward_s, row.backward_s) > 0 and row.constant_s >= 0 and min(spreads_s) >= 0
             if not is_sensible or least_bytes < 0 or row.degree < 1 or not row.lengths or min(row.lengths) < 1:
                 raise InputError(f"a layer takes time and keeps something; measured was {row}. Profile again")

@@ -11,10 +11,9 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, shared_by, uniform_scheme
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.rank_work import rank_work
-from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.models.stock_model import StockModel
@@ -79,8 +78,9 @@ class PreparedDryRun:
             return whole_cost
         units = tuple(profile["unit_params"])
         gather = LayerGatherCost(
-            unit_params=units, unit_frozen_bytes=(0,) * len(units), dtype=table.identity.dtype, state_on_host=on_host
-        )
+            unit_params=units, unit_frozen_bytes=(0,) * len(units), dtype=table.identity.dtype, state_on_host=on_host,
+            has_early_output=profile["has_early_output"], head_units=tuple(profile["head_units"]),
+        )  # fmt: skip
         return DualLayerCost(table, cluster=self.cluster, gather=gather, state_on_host=on_host)
 
     def step_request(self, plan: StepPlan, cost: DualLayerCost, ranks: Sequence[int], num_kept: int) -> dict[str, Any]:
@@ -98,10 +98,14 @@ class PreparedDryRun:
         pipeline = next((pipeline for pipeline in plan.pipelines if row["rank"] in pipeline.ranks), None)
         scheme = uniform_scheme(cost.table.num_layers) if pipeline is None else pipeline.scheme
         stage = 0 if pipeline is None else pipeline.ranks.index(row["rank"]) // scheme.degree
-        state = _state_parts(cost, scheme, stage, num_devices=plan.num_devices, num_kept=num_kept)
-        predicted["peak_bytes"] = state
-        if pipeline is not None:
-            predicted["peak_total_bytes"] = sum(state.values()) + _activation_bytes(cost, pipeline, stage)
+        packs = {} if pipeline is None else {m.pack.num_tokens: pipeline.scheme_of(m) for m in pipeline.micro_batches}
+        peaks = [
+            cost.stage_state(num_tokens, of_pack, stage, num_devices=plan.num_devices, num_kept=num_kept)
+            for num_tokens, of_pack in (packs or {0: scheme}).items()
+        ]
+        state, beside = max(peaks, key=lambda peak: sum(peak[0]) + peak[1])
+        predicted["peak_bytes"] = dict(zip(("weights", "gradients", "optimizer"), state))
+        predicted["peak_total_bytes"] = sum(state) + beside if packs else None
         if self.analytic is not None:
             work = rank_work(plan, row["rank"], self.analytic)
             predicted["flops"] = {"products": work.matmul_flops, "attention": work.attention_flops}
@@ -111,13 +115,12 @@ class PreparedDryRun:
     def _table(self, profile: dict[str, Any], longest: int) -> LayerTable:
         num_layers = len(profile["unit_params"]) - 2
         rows = []
-        for degree, method, lengths, (kept_bytes, inputs, constant, alive) in profile["rows"]:
+        for degree, method, lengths, counted in profile["rows"]:
             layer_s = self._layer_s(lengths, uniform_scheme(num_layers, degree=degree, method=Method(method)))
             row = LayerRow(
                 lengths=tuple(lengths), degree=degree, method=method, forward_s=layer_s / 3,
                 backward_s=2 * layer_s / 3, constant_s=0.0, forward_spread_s=0.0, backward_spread_s=0.0,
-                constant_spread_s=0.0, kept_bytes=kept_bytes, input_bytes=inputs, constant_bytes=constant,
-                alive_bytes=alive, repeats=1,
+                constant_spread_s=0.0, repeats=1, **counted,
             )  # fmt: skip
             rows.append(row)
         identity = Identity(
@@ -177,23 +180,3 @@ def with_totals(row: dict[str, Any]) -> dict[str, Any]:
 def num_kept_in(cost: DualLayerCost, plan: StepPlan) -> int:
     """How many of the last layers stay whole in a step where weights are gathered by layer."""
     return 0 if cost.gather is None else cost.gather.num_kept_in(cost.memory_limit_bytes, plan)
-
-
-def _activation_bytes(cost: DualLayerCost, pipeline: Pipeline, stage: int) -> float:
-    return max(
-        cost.micro_batch_bytes(micro_batch.pack.num_tokens, pipeline.scheme_of(micro_batch), stage=stage)
-        for micro_batch in pipeline.micro_batches
-    )
-
-
-def _state_parts(
-    cost: DualLayerCost, scheme: PipelineConfig, stage: int, *, num_devices: int, num_kept: int
-) -> dict[str, int]:
-    """Predicted bytes of the model state by kind."""
-    if cost.gather is None:
-        parts = state_parts(cost.model, num_devices=num_devices, dtype=cost.dtype, on_host=cost.state_on_host)
-    elif scheme.num_stages > 1:
-        parts = cost.gather.stage_parts(num_devices, scheme.layers_of_stage(stage))
-    else:
-        parts = cost.gather.state_parts(num_devices, num_kept=num_kept)
-    return dict(zip(("weights", "gradients", "optimizer"), parts))

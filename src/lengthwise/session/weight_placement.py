@@ -43,13 +43,14 @@ def place_weights(
         return cost, None
     if not isinstance(cost, DualLayerCost):
         return cost, lambda plan: 0
-    structure = prepared.wrapped_model.structure
+    structure, used = prepared.wrapped_model.structure, prepared.wrapped_model.used_units
     gather = LayerGatherCost(
         unit_params=structure.table().unit_sizes,
         unit_frozen_bytes=structure.unit_frozen_bytes(),
         dtype=cost.table.identity.dtype,
         state_on_host=cost.state_on_host,
-        has_early_output=any(structure.num_layers + 1 in units for units in prepared.wrapped_model.used_units[:-1]),
+        has_early_output=any(structure.num_layers + 1 in units for units in used[:-1]),
+        head_units=tuple(sorted(used[-1])) if used else (),
     )
     if options.weights == "auto" and prepared.world.is_first:
         _log.info(

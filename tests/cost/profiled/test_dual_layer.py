@@ -12,7 +12,8 @@ from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable, LinkRo
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
-from lengthwise.cost.profiled.dual_layer import MIXED_S, DualLayerCost, QuadraticSeconds, fit_degree
+from lengthwise.cost.profiled.degree_fit import QuadraticSeconds, fit_degree
+from lengthwise.cost.profiled.dual_layer import MIXED_S, DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from tests.cost.profiled.equations import LayerProfile
 
@@ -194,20 +195,35 @@ def test_a_pipeline_takes_the_seconds_of_its_slowest_stage_and_of_its_messages(l
 
 
 def test_each_stage_keeps_the_micro_batches_that_1f1b_has_begun_on_it():
-    """Of 800 bytes a token a layer keeps, 64 that it is given, 500 beside the layers and 900 of a layer in full."""
+    """A layer keeps 800 bytes a token, is given or sends 64; 500 are beside the layers, 900 are one in full."""
     tokens = 1000
     whole = COST.micro_batch_bytes(tokens, scheme_of(1)) / tokens
     assert whole == pytest.approx(6 * 864 + 500, rel=1e-3)
     first = 3 * (2 * 864 + 64) + 900
     assert COST.micro_batch_bytes(tokens, staged(2, 2, 2)) / tokens == pytest.approx(first, rel=1e-3)
-    last = 5 * 864 + 500
+    last = 5 * 864 + 2 * 64 + 500
     assert COST.micro_batch_bytes(tokens, staged(1, 5)) / tokens == pytest.approx(last, rel=1e-3)
     recomputed = 2 * (3 * 64 + 64) + 900
     assert COST.micro_batch_bytes(tokens, staged(3, 3, recomputed=range(6))) / tokens == pytest.approx(
-        max(recomputed, 3 * 64 + 900 + 500), rel=1e-3
+        max(recomputed, 5 * 64 + 900 + 500), rel=1e-3
     )
     state = COST.peak_bytes(0, staged(2, 2, 2), num_devices=4)
     assert state == COST.peak_bytes(0, scheme_of(1), num_devices=4), "every stage holds all weights"
+
+
+def test_where_an_allocator_was_asked_the_largest_of_three_moments_is_the_peak():
+    """Beside what layers keep 500 bytes a token in the loss, in its backward 700 or 100, in that of a layer 300."""
+    tokens, saved = 1000, 6 * 864
+    for loss_backward, recomputed, expected in ((700, 0, saved + 700), (100, 0, saved + 500), (100, 6, 6 * 64 + 1200)):
+        rows = [
+            replace(row(lengths), loss_backward_bytes=loss_backward * sum(lengths), backward_bytes=300 * sum(lengths))
+            for lengths in PACKS
+        ]
+        cost = DualLayerCost(table(rows), cluster=CLUSTER)
+        found = cost.micro_batch_bytes(tokens, scheme_of(1, recomputed)) / tokens
+        assert found == pytest.approx(expected, rel=1e-3)
+        first = cost._lines_of(staged(3, 3))[0]
+        assert [line.per_token for line in first.values()] == [pytest.approx(2 * (3 * 864 + 64) + 300)]
 
 
 def test_a_stage_whose_weights_are_gathered_for_a_step_is_priced_with_its_own_alone():

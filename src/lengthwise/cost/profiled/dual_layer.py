@@ -1,19 +1,21 @@
 """A whole model, of any kind, from measurements of two of its layers: DCP, equations 4 to 6, over curves.
 
 A micro-batch takes L (t_f + t_b) + r t_f + T_C seconds, where t_f and t_b are a l^2 + b l for each sequence and c once;
-T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers are recomputed the one that is there in
-full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
+T_C has no square. It keeps (L - r) m + L m_inp bytes for its backward, and has beside them what the loss takes (M_C),
+the backward of the loss, or that of a layer, which where layers are recomputed has one of them in full; all are lines
+over its tokens. Where an allocator was not asked at each of these moments, M_C is taken to be there at all of them.
+Nothing need be known of the model but how many layers and parameters it has.
 
 What an offloaded layer keeps, of a recomputed one its input, is on the host but for two layers' at a time; copying
 takes what is beyond the passes it runs beneath, sequence by sequence.
 
 A stage of a pipeline has these of its own layers, and the last one T_C and M_C, which are those of the head but for an
 embedding. Stages send each other m_inp at most. Under 1F1B stage s of S keeps S - s micro-batches; each stage but the
-last keeps their outputs as well, and has one more layer in full while a backward runs.
+last keeps their outputs as well, and each but the first a gradient that it sends and the embeddings it does not use.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -23,14 +25,14 @@ import numpy as np
 
 from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import LayerRow, LayerTable
+from lengthwise.core.layer_profile import LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import call_s, hop_bytes_per_s, host_copy_bytes_per_s
-from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
+from lengthwise.cost.memory_model import DTYPE_BYTES, state_parts
 from lengthwise.cost.port_traffic import hold_the_same
-from lengthwise.cost.profiled.fitted import features
-from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
+from lengthwise.cost.profiled.degree_fit import DegreeFit, LinearBytes, fit_degree
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
 MIXED_S = 1e6
@@ -58,51 +60,6 @@ class OpaqueModelSpec(ModelSpec):
             name=table.identity.model_name, family="any", num_layers=table.num_layers, trained=table.num_params,
             hidden_size=1, ffn_size=1, num_heads=1, num_kv_heads=1, head_size=1, vocab_size=1,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuadraticSeconds:
-    """a l^2 + b l of every sequence, c of every micro-batch; none negative."""
-
-    a_s: float
-    b_s: float
-    c_s: float
-    residuals: tuple[float, ...]
-    """Fitted less measured, as a part of what the whole row took."""
-
-    def of_sequences(self, length: np.ndarray) -> np.ndarray:
-        """Seconds that each sequence adds."""
-        return (self.a_s * length + self.b_s) * length
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearBytes:
-    """Bytes at no token, and bytes per token; no measured row has more."""
-
-    fixed: float
-    per_token: float
-    residuals: tuple[float, ...]
-    """Fitted over measured, minus one; 0 where nothing was measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DegreeFit:
-    """Curves through the rows of one degree."""
-
-    forward: QuadraticSeconds
-    backward: QuadraticSeconds
-    constant: QuadraticSeconds
-    kept_layer: LinearBytes
-    inputs: LinearBytes
-    rest: LinearBytes
-    """M_C: bytes beside the layers."""
-    alive: LinearBytes
-
-    @property
-    def time_residuals(self) -> tuple[float, ...]:
-        """Fitted over measured seconds of each whole row, minus one."""
-        parts = zip(self.forward.residuals, self.backward.residuals, self.constant.residuals)
-        return tuple(map(sum, parts))
 
 
 class _StageLayers(NamedTuple):
@@ -148,55 +105,6 @@ class _StageLayers(NamedTuple):
         num_whole = min(2, self.offloaded)
         num_inputs = num_whole + min(2 - num_whole, self.inputs_offloaded)
         return [(num_whole, self.fit.kept_layer), (num_inputs, self.fit.inputs)]
-
-
-def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
-    """Curves with the least errors relative to the seconds of each row, and lines over its bytes.
-
-    Two layers and the rest are what a row took; a curve's error is a part of that, for what is small beside all else
-    may be wrong in itself.
-    """
-    columns = np.stack([features(row.lengths) for row in rows])
-    row_s = np.array([2 * (row.forward_s + row.backward_s) + row.constant_s for row in rows])
-    tokens = columns[:, 1]
-
-    def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
-        used = columns if square else columns * (0.0, 1.0, 1.0)
-        coefficients, residuals = _non_negative(used, np.array(of), row_s / weight)
-        return QuadraticSeconds(a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals)
-
-    return DegreeFit(
-        forward=seconds([row.forward_s for row in rows], weight=2),
-        backward=seconds([row.backward_s for row in rows], weight=2),
-        constant=seconds([row.constant_s for row in rows], weight=1, square=False),
-        kept_layer=_line(tokens, [row.kept_bytes for row in rows]),
-        inputs=_line(tokens, [row.input_bytes for row in rows]),
-        rest=_line(tokens, [row.constant_bytes for row in rows]),
-        alive=_line(tokens, [row.alive_bytes for row in rows]),
-    )
-
-
-def _non_negative(
-    columns: np.ndarray, target: np.ndarray, unit: np.ndarray
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Weights of the columns that come closest to ``target`` in parts of ``unit``, and how far off each row is."""
-    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
-
-    scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
-    relative = columns / scale / unit[:, None]
-    weights = nnls(relative, target / unit)[0]
-    return tuple(map(float, weights / scale)), tuple(map(float, relative @ weights - target / unit))
-
-
-def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
-    """The line of least relative errors, raised until no row is above it: plans must fit."""
-    values = np.array(measured, dtype=np.float64)
-    unit = np.maximum(values, 1.0)
-    (per_token, fixed), _ = _non_negative(np.stack([tokens, np.ones_like(tokens)], axis=1), values, unit)
-    fitted = fixed + per_token * tokens
-    raised = max(1.0, float((values / np.maximum(fitted, 1e-9)).max())) if fitted.any() else 1.0
-    residuals = np.where(values > 0, raised * fitted / unit - 1.0, 0.0)
-    return LinearBytes(fixed=raised * fixed, per_token=raised * per_token, residuals=tuple(map(float, residuals)))
 
 
 class DualLayerCost(SeparableCost):
@@ -297,10 +205,22 @@ class DualLayerCost(SeparableCost):
         ]
         return any(self.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
 
-    def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig, *, stage: int | None = None) -> float:
-        """Bytes above those of the model state, of ``stage``; None: of the stage that needs most."""
-        lines = self._lines_of(scheme)
-        return max(line.fixed + line.per_token * num_tokens for line in (lines if stage is None else [lines[stage]]))
+    def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
+        """Bytes above those of the model state, of the stage and at the moment that need most."""
+        lines = (line for moments in self._lines_of(scheme) for line in moments.values())
+        return max(line.at(num_tokens) for line in lines)
+
+    def stage_state(
+        self, num_tokens: int, scheme: PipelineConfig, stage: int, *, num_devices: int, num_kept: int = 0
+    ) -> tuple[tuple[int, int, int], float]:
+        """Bytes of weights, gradients and optimizer at the peak of one stage, and what is there beside them.
+
+        ``num_kept``: the last layers that stay whole where weights are gathered by layer.
+        """
+        states = self._parts_of_stage(scheme, stage, num_devices, num_kept=num_kept)
+        beside = {moment: line.at(num_tokens) for moment, line in self._lines_of(scheme)[stage].items()}
+        peak = max(beside, key=lambda moment: sum(states[moment]) + beside[moment])
+        return states[peak], beside[peak]
 
     def predict(
         self, lengths: Sequence[int], degree: int, recomputed: int, method: Method = Method.ULYSSES
@@ -315,23 +235,37 @@ class DualLayerCost(SeparableCost):
         return np.where(tokens > 0, np.ceil(self._memory(tokens, scheme, num_devices=num_devices)), state)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        of_stages = zip(self._state_bytes(scheme, num_devices), self._lines_of(scheme), strict=True)
-        return tuple(Line(state + line.fixed, max(line.per_token, 1.0)) for state, line in of_stages)
-
-    def _lines_of(self, scheme: PipelineConfig) -> list[Line]:
-        """Equation 6 of each stage, and the layer it leaves out."""
         lines = []
-        for stage, layers in enumerate(self._stages(scheme)):
-            num_in_flight = scheme.num_stages - stage
-            terms: list[tuple[float, LinearBytes]] = [(num_in_flight * (num_in_flight > 1), layers[0].fit.inputs)]
-            for part in layers:
-                num_kept = part.num_layers - part.offloaded
-                terms += [(num_in_flight * (num_kept - part.recomputed), part.fit.kept_layer)]
-                terms += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs)]
-                terms += [(part.rest, part.fit.rest), *part.moving]
-                terms += [(int(part.recomputed > 0 or num_in_flight > 1), part.fit.alive)]
-            lines.append(Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)))
-        return lines
+        for stage, moments in enumerate(self._lines_of(scheme)):
+            states, others = self._parts_of_stage(scheme, stage, num_devices), self._other_bytes
+            for moment, line in moments.items():
+                lines.append(Line(sum(states[moment]) + others + line.fixed, max(line.per_token, 1.0)))
+        return tuple(lines)
+
+    def _lines_of(self, scheme: PipelineConfig) -> list[dict[Moment, Line]]:
+        """What each stage has above the model state: equation 6, and what it leaves out, at each moment."""
+        return [self._moments_of(scheme, stage, layers) for stage, layers in enumerate(self._stages(scheme))]
+
+    def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[_StageLayers]) -> dict[Moment, Line]:
+        """The bytes of one stage at each moment: what its micro-batches in flight saved, and what the moment takes."""
+        num_in_flight, inputs = scheme.num_stages - stage, layers[0].fit.inputs
+        messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
+        saved: list[tuple[float, LinearBytes]] = [(messages, inputs)]
+        for part in layers:
+            num_kept = part.num_layers - part.offloaded
+            saved += [(num_in_flight * (num_kept - part.recomputed), part.fit.kept_layer)]
+            saved += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs), *part.moving]
+        rest = [(part.rest, part.fit.rest) for part in layers]
+        backwards = []
+        for part in layers:
+            of_layer = rest if part.fit.layer_backward is None else [(1.0, part.fit.layer_backward)]
+            is_full = part.recomputed > 0 or (part.fit.layer_backward is None and num_in_flight > 1)
+            backwards.append(_sum([*saved, *of_layer, (is_full, part.fit.alive)]))
+        backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
+        if stage < scheme.num_stages - 1:
+            return {Moment.BACKWARD: backward}
+        loss_backward = _sum([*saved, *((part.rest, part.fit.loss_backward) for part in layers)])
+        return {Moment.LOSS: _sum([*saved, *rest]), Moment.LOSS_BACKWARD: loss_backward, Moment.BACKWARD: backward}
 
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         """What layers put on the host, of the stage that puts most there."""
@@ -346,15 +280,26 @@ class DualLayerCost(SeparableCost):
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, gathered or all on every stage; the optimizer in equal parts; what is not trained."""
-        if self.gather is None:
-            on_host = self.state_on_host
-            state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, on_host=on_host)
-            return (state + self.table.other_bytes,) * scheme.num_stages
-        not_gathered = max(0, self.table.other_bytes - sum(self.gather.unit_frozen_bytes))
-        if scheme.num_stages == 1:
-            return (self.gather.state_bytes(num_devices) + not_gathered,)
-        stages = map(scheme.layers_of_stage, range(scheme.num_stages))
-        return tuple(self.gather.stage_bytes(num_devices, layers) + not_gathered for layers in stages)
+        stages = (self._parts_of_stage(scheme, stage, num_devices) for stage in range(scheme.num_stages))
+        return tuple(max(map(sum, moments.values())) + self._other_bytes for moments in stages)
+
+    @property
+    def _other_bytes(self) -> int:
+        """Bytes of what is not trained and not gathered."""
+        gathered = 0 if self.gather is None else sum(self.gather.unit_frozen_bytes)
+        return max(0, self.table.other_bytes - gathered)
+
+    def _parts_of_stage(
+        self, scheme: PipelineConfig, stage: int, num_devices: int, *, num_kept: int = 0
+    ) -> dict[Moment, tuple[int, int, int]]:
+        """Bytes of weights, gradients and optimizer at each moment of a stage."""
+        if self.gather is not None and scheme.num_stages == 1:
+            return self.gather.state_parts(num_devices, num_kept=num_kept)
+        if self.gather is not None:
+            parts = self.gather.stage_parts(num_devices, scheme.layers_of_stage(stage))
+        else:
+            parts = state_parts(self.model, num_devices=num_devices, dtype=self.dtype, on_host=self.state_on_host)
+        return dict.fromkeys(Moment, parts)
 
     def _find(self, scheme: PipelineConfig) -> tuple[tuple[_StageLayers, ...], ...]:
         """The layers of each stage of ``scheme`` by method.
@@ -398,3 +343,9 @@ def _times_s(length: np.ndarray, layers: Sequence[_StageLayers]) -> np.ndarray:
         if part.copied_per_s:
             times_s += part.exposed_s(length)
     return times_s
+
+
+def _sum(terms: Iterable[tuple[float, LinearBytes]]) -> Line:
+    """The sum of lines, each so many times."""
+    terms = list(terms)
+    return Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms))

@@ -1,14 +1,22 @@
 """Bytes and seconds of weights that are gathered one layer at a time, of which a rank holds its share otherwise."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from enum import StrEnum
 
 from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.links import Sent, call_s, collectives_s
 from lengthwise.cost.memory_model import DTYPE_BYTES
+
+
+class Moment(StrEnum):
+    """The moments of a micro-batch that may be its peak."""
+
+    LOSS = "loss"
+    LOSS_BACKWARD = "backward of the loss"
+    BACKWARD = "backward of a layer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,8 @@ class LayerGatherCost:
     """Whether master weights, summed gradients and moments are in host memory."""
     has_early_output: bool = False
     """Whether parameters after the layers are used before the last of them too, so that every stage needs them."""
+    head_units: tuple[int, ...] = ()
+    """The units whose parameters are used after the layers, such as a tied embedding; none: the last one."""
 
     @property
     def _bytes_per_param(self) -> tuple[int, int]:
@@ -42,26 +52,44 @@ class LayerGatherCost:
         ]
 
     def state_bytes(self, num_devices: int) -> int:
-        """Bytes per device: the sum of :meth:`state_parts`."""
-        return sum(self.state_parts(num_devices))
+        """Bytes per device at the moment at which most is held."""
+        return max(map(sum, self.state_parts(num_devices).values()))
 
-    def state_parts(self, num_devices: int, *, num_kept: int = 0) -> tuple[int, int, int]:
+    def state_parts(self, num_devices: int, *, num_kept: int = 0) -> dict[Moment, tuple[int, int, int]]:
         """Bytes per device of weights, gradients, and shares of master weights, summed gradients and two moments.
 
-        Weights and gradients are those of two gathered units, and of the last ``num_kept`` layers and what comes after
-        them; weights also a share of frozen ones.
+        In the loss a rank has what comes after the layers; in its backward also its gradients and the last layer, which
+        is on its way; in the backward of a layer that one and the next, its gradients, and those of the unit before it
+        that are being summed. The last ``num_kept`` layers and what comes after them are there all the time. Weights
+        include a share of frozen ones.
         """
+        end = len(self.unit_params)
+        whole_units = frozenset(range(end - num_kept - 1, end) if num_kept else ())
+        head = frozenset(self.head_units or (end - 1,)) - whole_units
+        layers = [unit for unit in range(1, end - 1) if unit not in whole_units]
+        last = frozenset(layers[-1:])
+        of_layers = []
+        for unit in layers:
+            sent = head if unit in last else {unit + 1}
+            of_layers.append(self._held(whole_units | {unit, unit - 1}, whole_units | {unit}, sent, num_devices))
+        return {
+            Moment.LOSS: self._held(whole_units | head, whole_units, (), num_devices),
+            Moment.LOSS_BACKWARD: self._held(whole_units | head | last, whole_units | head, (), num_devices),
+            Moment.BACKWARD: max(of_layers or [self._held(whole_units, whole_units, (), num_devices)], key=sum),
+        }
+
+    def _held(
+        self, gathered: Iterable[int], with_gradient: Iterable[int], sent: Iterable[int], num_devices: int
+    ) -> tuple[int, int, int]:
+        """The parts of a state with these units; ``sent``: those whose gradients are on their way to their owners."""
         compute, master = self._bytes_per_param
-        first_kept = len(self.unit_params) - num_kept - 1 if num_kept else len(self.unit_params)
-        pairs = list(pairwise(zip(self.unit_params, self.unit_frozen_bytes)))[: max(1, first_kept - 1)]
-        gathered, frozen = max(
-            ((first[0] + second[0], first[1] + second[1]) for first, second in pairs),
-            key=lambda sizes: (compute + master) * sizes[0] + sizes[1],
-        )
-        gathered += sum(self.unit_params[first_kept:])
-        frozen += sum(self.unit_frozen_bytes[first_kept:]) + shard_size(sum(self.unit_frozen_bytes), num_devices)
-        shares = self._master_bytes(num_devices)
-        return compute * gathered + frozen, master * gathered, shares
+        frozen = sum(self.unit_frozen_bytes[unit] for unit in gathered)
+        weights = compute * sum(self.unit_params[unit] for unit in gathered)
+        gradients = master * sum(self.unit_params[unit] for unit in with_gradient)
+        for unit in sent:
+            gradients += master * (self.unit_params[unit] + shard_size(self.unit_params[unit], num_devices))
+        shares = shard_size(sum(self.unit_frozen_bytes), num_devices)
+        return weights + frozen + shares, gradients, self._master_bytes(num_devices)
 
     def stage_bytes(self, num_devices: int, layers: range) -> int:
         """Bytes per device of a stage: the shares, and what it gathers for a whole step: its layers and what is outside

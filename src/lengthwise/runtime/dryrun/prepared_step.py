@@ -24,8 +24,8 @@ from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.profile.fingerprint import other_bytes
 from lengthwise.runtime.profile.layer_kinds import measured_layers
+from lengthwise.runtime.profile.layer_memory import measure_bytes
 from lengthwise.runtime.profile.trial import Trial, group_of_degree
-from lengthwise.runtime.profile.two_layer_profile import measure_bytes
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -110,13 +110,15 @@ def dry_profile(
             gc.collect()
             counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method), measured)
             run.discard()
-            rows.append([degree, method, lengths, counted])
-        structure = run.wrapped_model.structure
+            rows.append([degree, method, lengths, counted.fields])
+        structure, used = run.wrapped_model.structure, run.wrapped_model.used_units
         return {
             "rows": rows,
             "unit_params": structure.table().unit_sizes,
             "other_bytes": other_bytes(run),
             "gather_problem": run.gather_problem,
+            "head_units": sorted(used[-1]),
+            "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),
         }
 
 
@@ -160,13 +162,15 @@ def _build(settings: StockSettings, device: torch.device) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(settings.folder, local_files_only=True)
         with device, initialization.no_init_weights():
-            model: nn.Module = import_model(settings)._from_config(config, dtype=getattr(torch, settings.dtype))
+            model = import_model(settings)._from_config(config, dtype=getattr(torch, settings.dtype))
+            model.tie_weights()  # which building without numbers leaves out
     except (ValueError, TypeError, OSError, AttributeError) as error:
         raise InputError(
             f"{settings.architecture} of transformers {transformers.__version__} cannot be built of "
             f"{settings.folder}/config.json ({first_line(error)}); give a folder as save_pretrained writes it"
         ) from error
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 _make_mask = SymbolicMask.of

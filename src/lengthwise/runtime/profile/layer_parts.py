@@ -47,7 +47,7 @@ class LayerProbe:
         """Bytes of both parts: the allocator's peak on a GPU, what the forward saves on a CPU."""
         device = self._world.device
         if device.type != "cuda":
-            with SavedTensorCounter([list(self._model.parameters())], device) as counter:
+            with SavedTensorCounter([list(self._model.parameters())]) as counter:
                 saved = self._run(lambda: counter.num_bytes)
             return saved[1] - saved[0], saved[2] - saved[1]
 

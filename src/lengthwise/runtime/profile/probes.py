@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.wrap.layer_hooks import Forward, LayerWatch
+from lengthwise.runtime.wrap.offload_layers import hidden_states_of
 from lengthwise.runtime.wrap.tensors_in import tensors_in
 
 
@@ -24,8 +25,8 @@ def _hook_first(tree: Any, hook: Callable[[Tensor], None]) -> None:
 
 
 def storages(tree: Any) -> dict[int, int]:
-    """Sizes in bytes of the distinct storages of the tensors in a tree, by address."""
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(tree)}
+    """Sizes in bytes of the distinct storages of the tensors in a tree, by the storage's identity."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(tree)}
 
 
 class Stopwatch(LayerWatch):
@@ -68,10 +69,12 @@ class Stopwatch(LayerWatch):
 class SavedTensorCounter(LayerWatch):
     """Counts the bytes saved for the backward, in total and by layer. Use as a context around the forward."""
 
-    def __init__(self, existing: Iterable[Any], device: torch.device, recompute: tuple[bool, ...] = ()) -> None:
-        """``existing``: tensors that are not counted, such as weights."""
+    def __init__(
+        self, existing: Iterable[Any], recompute: tuple[bool, ...] = (), peaks: "AllocatorPeaks | None" = None
+    ) -> None:
+        """``existing``: tensors that are not counted, such as weights; ``peaks``: asked instead of hooks, on a GPU."""
         self._known = set().union(*(storages(tree) for tree in existing))
-        self._device, self._recompute = device, recompute
+        self._recompute, self._peaks = recompute, peaks
         self._sizes: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be used twice while we count
         self._given: dict[int, dict[int, int]] = {}
@@ -103,29 +106,74 @@ class SavedTensorCounter(LayerWatch):
         Arguments that all layers get are there until the forward is over, whoever keeps them.
         """
         arguments = (args, kwargs)
-        self._alive.append(arguments)
         here = {place: size for place, size in storages(arguments).items() if place not in self._known}
         self._given.setdefault(layer, {}).update(here)
-        before_it = self._given.get(layer - 1, {})
-        self._sizes |= {place: size for place, size in here.items() if place in before_it}
-        before, allocated = self.num_bytes, self._allocated()
-        if self._recompute and self._recompute[layer]:
-            self._sizes |= here
-        outputs = forward(*args, **kwargs)
-        kept_bytes = self.num_bytes - before if allocated is None else self._allocated() - allocated
+        if self._peaks is not None:
+            outputs, kept_bytes = self._peaks.computes(layer, forward, args, kwargs)
+            if not (self._recompute and self._recompute[layer]):
+                hidden_states = storages(hidden_states_of(args, kwargs))  # gone after the layer, unless it saved them
+                kept_bytes -= sum(size for place, size in hidden_states.items() if place not in self._sizes)
+        else:
+            self._alive.append(arguments)
+            before_it = self._given.get(layer - 1, {})
+            self._sizes |= {place: size for place, size in here.items() if place in before_it}
+            before = self.num_bytes
+            if self._recompute and self._recompute[layer]:
+                self._sizes |= here
+            outputs = forward(*args, **kwargs)
+            kept_bytes = self.num_bytes - before
         self.kept_bytes[layer] = self.kept_bytes.get(layer, 0) + kept_bytes  # sequences may be computed one by one
         return outputs
 
-    def _allocated(self) -> Any:
-        """Bytes allocated on the device; None on a CPU, where they are not counted."""
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
-
     def _note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._known:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-            self._alive.append(tensor)
+        if storage._cdata not in self._known:
+            self._sizes[storage._cdata] = storage.nbytes()
+            if self._peaks is None:
+                self._alive.append(tensor)
         return tensor
+
+
+class AllocatorPeaks:
+    """The most bytes that a GPU's allocator had given out in each part of a forward and backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, torch.cuda.memory_allocated(device)
+        self.loss_bytes = 0
+        """After the last layer of the forward."""
+        self.loss_backward_bytes = 0
+        """In the backward until the last layer gets its gradient."""
+        self.layers: dict[int, int] = {}
+        """In the backward of each layer, by its number."""
+        self._last = 0
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        """Compute a layer; its outputs, and the bytes that are allocated since."""
+        before = torch.cuda.memory_allocated(self._device)
+        _hook_first((args, kwargs), lambda gradient: self._end_backward(layer))
+        outputs, self._last = forward(*args, **kwargs), layer
+        _hook_first(outputs, lambda gradient: self._begin_backward(layer))
+        self.take()
+        return outputs, torch.cuda.memory_allocated(self._device) - before
+
+    def end_forward(self) -> None:
+        """Note the peak after the last layer."""
+        self.loss_bytes = self.take()
+
+    def take(self) -> int:
+        """The peak since the last call, over what was allocated at first."""
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def _begin_backward(self, layer: int) -> None:
+        if layer == self._last:  # the outputs of others are inputs of the next, whose backward ends there
+            self.loss_backward_bytes = max(self.loss_backward_bytes, self.take())
+
+    def _end_backward(self, layer: int) -> None:
+        self.layers[layer] = max(self.layers.get(layer, 0), self.take())
 
 
 class LoopbackGroup(Group):

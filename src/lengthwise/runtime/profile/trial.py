@@ -7,7 +7,7 @@ leaves are to be discarded.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
-from lengthwise.runtime.profile.probes import LoopbackGroup, SavedTensorCounter, Stopwatch, storages
+from lengthwise.runtime.profile.probes import AllocatorPeaks, LoopbackGroup, SavedTensorCounter, Stopwatch, storages
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.layer_hooks import LayerWatch
@@ -56,6 +56,12 @@ class MemoryResult:
     """Bytes of the arguments of each computed layer."""
     attended: tuple[AttentionExchange | SlotGather, ...]
     """Every call of attention in the forward."""
+    loss_bytes: int = 0
+    """The allocator's peak after the last layer's forward; 0 on a CPU, as those that follow."""
+    loss_backward_bytes: int = 0
+    """Its peak in the backward before the last layer's."""
+    backward_bytes: tuple[int, ...] = ()
+    """Its peak in the backward of each computed layer."""
 
 
 def group_of_degree(world: DistContext, degree: int) -> Group | None:
@@ -72,28 +78,32 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         OutOfMemoryError: this rank has not enough of it.
     """
     group = LoopbackGroup(rank=trial.group.rank, ranks=trial.group.ranks, handle=trial.group.handle)
-    device, before = run.world.device, 0
     with _micro_batch(run, trial, group) as micro_batch:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+        peaks = AllocatorPeaks(run.world.device) if run.world.device.type == "cuda" else None
         inputs = micro_batch.inputs
         existing = [list(run.wrapped_model.structure.constants()), inputs]
-        with watch_layers(run, SavedTensorCounter(existing, device, trial.recompute)) as counter, counter:
+        with watch_layers(run, SavedTensorCounter(existing, trial.recompute, peaks)) as counter, counter:
             loss = _loss(run, micro_batch)
         attended = tuple(micro_batch.shard.attended)
         num_bytes = counter.num_bytes + sum(storages(inputs).values())
+        if peaks is not None:
+            peaks.end_forward()
         _backward(loss, micro_batch)
-        if device.type == "cuda":
-            num_bytes = torch.cuda.max_memory_allocated(device) - before
     computed = sorted(run.wrapped_model.layers.computed or counter.kept_bytes)
-    return MemoryResult(
+    result = MemoryResult(
         num_bytes=num_bytes,
         layers=tuple(counter.kept_bytes.get(layer, 0) for layer in computed),
         inputs=tuple(counter.input_bytes(layer) for layer in computed),
         attended=attended,
     )
+    if peaks is None:
+        return result
+    layers = tuple(peaks.layers.get(layer, 0) for layer in computed)
+    return replace(
+        result, num_bytes=max(peaks.loss_bytes, peaks.loss_backward_bytes, *layers, peaks.take()),
+        loss_bytes=peaks.loss_bytes, loss_backward_bytes=peaks.loss_backward_bytes,
+        backward_bytes=layers if peaks.layers else (),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,7 @@ nobody waiting, and all give up longer packs of that degree together.
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from math import ceil
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,7 +26,8 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.layer_kinds import MeasuredLayers, measured_layers
-from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
+from lengthwise.runtime.profile.layer_memory import CountedBytes, measure_bytes
+from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_time
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 SHORTEST = 32
@@ -68,10 +68,7 @@ class _Case:
     """The measurements of one pack, the same on every rank."""
 
     lengths: tuple[int, ...]
-    kept_bytes: int
-    inputs: int
-    constant: int
-    alive: int
+    counted: CountedBytes
     num_layers: int
     """Layers that are computed."""
     trial: Trial | None
@@ -83,7 +80,9 @@ class _Case:
     @property
     def held_bytes(self) -> int:
         """Peak bytes while these layers are computed."""
-        return self.num_layers * (self.kept_bytes + self.inputs) + self.constant + self.alive
+        counted = self.counted
+        beside = max(counted.constant, counted.loss_backward, counted.backward) + counted.alive
+        return self.num_layers * (counted.saved + counted.inputs) + beside
 
     def row(self, degree: int, method: Method) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
@@ -93,8 +92,7 @@ class _Case:
             lengths=self.lengths, degree=degree, method=str(method),
             forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
-            constant_spread_s=float(spread[2]), kept_bytes=self.kept_bytes, input_bytes=self.inputs,
-            constant_bytes=self.constant, alive_bytes=self.alive, repeats=len(self.times),
+            constant_spread_s=float(spread[2]), repeats=len(self.times), **self.counted.fields,
         )  # fmt: skip
 
 
@@ -251,7 +249,7 @@ class _Profiler:
 
     def _begin(self, lengths: tuple[int, ...], *, warm_up: bool) -> _Case | None:
         """Measure the memory and the first time of a pack; None if some rank ran out of memory."""
-        failed, numbers, trial = 0.0, (0, 0, 0, 0), None
+        failed, numbers, trial = 0.0, CountedBytes.none(), None
         try:
             if self._group is not None:
                 trial = Trial(lengths=lengths, group=self._group, method=self._method)
@@ -264,11 +262,8 @@ class _Profiler:
         if largest[0]:
             self._note_too_large(lengths)
             return None
-        kept_bytes, inputs, constant, alive = (int(number) for number in largest[1:])
-        case = _Case(
-            lengths=lengths, kept_bytes=kept_bytes, inputs=inputs, constant=constant, alive=alive,
-            num_layers=len(self._layers.numbers), trial=trial,
-        )  # fmt: skip
+        counted = CountedBytes(*map(int, largest[1:]))
+        case = _Case(lengths=lengths, counted=counted, num_layers=len(self._layers.numbers), trial=trial)
         if not self._time(case) or (warm_up and not self._time(case)):
             self._note_too_large(lengths)
             return None
@@ -310,28 +305,6 @@ def _seconds(timing: TimingResult, layers: MeasuredLayers) -> tuple[float, float
     missing_s = measured[-1] if measured else max(timing.time_s - sum(forwards_s), layer_s) / len(forwards_s)
     backwards_s = [missing_s if backward_s is None else backward_s for backward_s in timing.backward_s]
     return layer_s, layers.mean(backwards_s), max(0.0, timing.time_s - sum(forwards_s) - sum(backwards_s))
-
-
-def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[tuple[int, int, int, int], Trial]:
-    """Measure bytes: what a layer saves beside its input, its input, all but layers, and a layer being recomputed.
-
-    Of a layer: in the mean over the model's. Also returns the trial with its attention calls.
-    """
-    plain = measure_memory(run, trial)
-    trial = replace(trial, attended=plain.attended)
-    inputs, layer = layers.mean(plain.inputs), layers.mean(plain.layers)
-    constant = max(0.0, plain.num_bytes - sum(layers.filled(plain.layers)))
-    if run.world.device.type != "cuda":
-        alive = layers.largest([saved - of_input for saved, of_input in zip(plain.layers, plain.inputs)])
-        return _rounded(max(1.0, layer - inputs), inputs, constant, max(1.0, alive)), trial
-    recomputed = measure_memory(run, replace(trial, recompute=(True,) * run.wrapped_model.structure.num_layers))
-    inputs = layers.mean(recomputed.layers)
-    alive = max(0.0, recomputed.num_bytes - sum(layers.filled(recomputed.layers)) - constant)
-    return _rounded(max(1.0, layer - inputs), inputs, constant, alive), trial
-
-
-def _rounded(kept: float, inputs: float, constant: float, alive: float) -> tuple[int, int, int, int]:
-    return ceil(kept), ceil(inputs), ceil(constant), ceil(alive)
 
 
 def _free_bytes(world: DistContext) -> float:

@@ -348,7 +348,7 @@ class LayerGather:
             gradients = self._joined(part, left) if gradients is None else gradients
             assert part.route is not None
             self._under_way.append((part.route.push(gradients, self.pushed, self._state.sums), gradients))
-        self._wait_for_all_but(1)
+        self._wait_for_all_but(1 if is_sent or not self._is_active else 0)  # gathers of a forward queue behind all
 
     def _joined(self, part: GatheredPart, gradients: list[Tensor | None]) -> Tensor:
         """The gradients of a part end to end, from those of its parameters, which are freed one by one."""
