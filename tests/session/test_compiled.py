@@ -73,7 +73,7 @@ def test_compiled_layers_train_what_one_device_trains(ranks, num_ranks, names):
 def one_step(model, **options):
     run = lw.prepare(model, models.rows(8), **(ALONE | {"steps": 1} | options))
     try:
-        return step_through(run)[0], weights_of(model)
+        return step_through(run, run.wrapped_model.loss_of)[0], weights_of(model)
     finally:
         run.close()
 
@@ -97,6 +97,26 @@ def test_what_is_watched_or_evaluated_is_computed_uncompiled():
     model(torch.arange(9)[None])
     assert not calls
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_layers_that_their_user_compiled_are_compiled_by_the_run_and_given_back_compiled(in_place):
+    expected, _ = one_step(build("gpt2"), compile=False)
+    model = build("gpt2")
+    layers = model.transformer.h
+    for number, layer in enumerate(list(layers)):
+        if in_place:
+            layer.compile(backend="aot_eager")
+        else:
+            layers[number] = torch.compile(layer, backend="aot_eager")
+    with pytest.raises(InputError, match=r"transformer\.h\.0 of GPT2LMHeadModel is compiled.* or say compile=True"):
+        one_step(model, compile=False)
+    losses, _ = one_step(model)
+    np.testing.assert_allclose(losses, expected, rtol=EXACT)
+    assert all((layer._compiled_call_impl is not None) == in_place for layer in layers)
+    assert in_place or {type(vars(layer)["forward"]).__name__ for layer in layers} == {"function"}
+    with pytest.raises(InputError, match=r"is compiled as a whole.* give model\._orig_mod"):
+        one_step(torch.compile(build("gpt2")))
 
 
 def test_compiled_code_that_computes_otherwise_is_refused(monkeypatch):

@@ -240,7 +240,7 @@ def wrapped_model(kind, **options):
 MODELS = {
     "a name": (lambda: "gpt2", r"the first argument is the model, an nn.Module; str is none: load it"),
     "a class": (lambda: models.GPT, r"an nn.Module; type is none"),
-    "compiled": (lambda: torch.compile(models.gpt()), r"OptimizedModule is compiled, .*: give model._orig_mod"),
+    "compiled": (lambda: torch.compile(models.gpt()), r"is compiled as a whole, .*: give model._orig_mod"),
     "compiled in place": (compiled_in_place, r"GPT is compiled, .*: leave compile\(\) out"),
     "on the meta device": (without_values, r"tokens.weight of GPT is on the meta device.*weights='by-layer'"),
     "prepared before": (prepared, r"GPT cannot be prepared: it was prepared before .* run.close\(\)"),

@@ -12,6 +12,7 @@ from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
+from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -19,7 +20,7 @@ _LOOKS = ("pixel_values", "input_values", "input_features")
 """Names of inputs of models that look at pictures or listen."""
 
 
-def check_model(model: Any, *, makes_inputs: bool = False) -> None:
+def check_model(model: Any, *, makes_inputs: bool = False, may_be_compiled: bool = False) -> None:
     """Raise ``InputError`` if a model is no module, is wrapped, compiled, not there yet, or prepared already."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -28,7 +29,7 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
             + (": load it with from_pretrained" if isinstance(model, str) else "")
         )
     _check_not_prepared(model)
-    _check_not_wrapped(model)
+    _check_not_wrapped(model, may_be_compiled=may_be_compiled)
     meta = next((key for key, value in _tensors(model) if value.is_meta), None)
     if meta is not None:
         raise InputError(
@@ -107,18 +108,20 @@ def _check_not_prepared(model: nn.Module) -> None:
             )
 
 
-def _check_not_wrapped(model: nn.Module) -> None:
+def _check_not_wrapped(model: nn.Module, *, may_be_compiled: bool) -> None:
     name = type(model).__name__
     if any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
         raise InputError(f"{name} sums gradients or shards weights by itself, which the run does: give {name}.module")
-    for key, module in model.named_modules():
-        compiled = type(module).__name__ == "OptimizedModule"
-        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
-            part = f"{key} of {name}" if key else name
-            way_out = "give model._orig_mod" if compiled and not key else "leave compile() out"
+    if is_compiled(model):
+        raise InputError(
+            f"{name} is compiled as a whole, and attention in compiled code cannot be shared by ranks: give "
+            "model._orig_mod, and say compile=True, which compiles its layers around their attention"
+        )
+    for key, module in [] if may_be_compiled else model.named_modules():
+        if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(
-                f"{part} is compiled, and attention in compiled code cannot be shared by ranks: {way_out}, and say "
-                "compile=True, which compiles its layers around their attention"
+                f"{f'{key} of {name}' if key else name} is compiled, and attention in compiled code cannot be shared "
+                "by ranks: leave compile() out, or say compile=True, which compiles its layers around their attention"
             )
 
 

@@ -28,6 +28,8 @@ def identity_of(run: PreparedModel) -> Identity:
     model, device = run.model, run.world.device
     autocast, kinds = autocast_dtype(device), set(kinds_of(run.wrapped_model.structure.layers))
     digest = _digest(run) if len(kinds) == 1 else f"{_digest(run)}, {len(kinds)} kinds of layers"
+    if (compiled := run.wrapped_model.compiled) is not None:
+        digest += f", compiled by {compiled.backend}"
     dtype = str(run.state.compute_dtype).removeprefix("torch.")
     return Identity(
         model_name=type(model).__name__,

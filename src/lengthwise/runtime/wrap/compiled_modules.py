@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from lengthwise.runtime.state.pending_parameter import wait_for
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.forward_patch import Forward, PreparedForward
-from lengthwise.runtime.wrap.structure import Layers
+from lengthwise.runtime.wrap.structure import ModelStructure
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 VARIANTS = 8
@@ -73,19 +73,19 @@ class CompiledModules:
 
     def __init__(
         self,
-        layers: Layers,
+        structure: ModelStructure,
         backend: str,
         modes: Callable[[], Modes],
     ) -> None:
-        """``backend``: of torch.compile."""
-        self._backend, self._modes = backend, modes
+        """``backend``: of torch.compile, for parts that are compiled already as well, until they are released."""
+        self.backend, self._modes, self._restore = backend, modes, _uncompile(structure.model)
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
         """What compiled code runs in: hooks of torch on all modules are part of what a graph is for."""
         self._is_chosen, self._is_off = False, False
         self._parts: list[_Part] = []
         self._count: GraphCount | None = None
         seen = set[int]()
-        for number, layer in enumerate(layers):
+        for number, layer in enumerate(structure.layers):
             for name, module in layer.named_modules(prefix=f"layers.{number}"):
                 if _has_code(module) and id(module) not in seen:
                     seen.add(id(module))
@@ -94,9 +94,9 @@ class CompiledModules:
                     self._parts.append(part)
 
     @classmethod
-    def of(cls, layers: Layers, backend: str | None, modes: Callable[[], Modes]) -> "CompiledModules | None":
-        """Compile ``layers`` by ``backend``; None: compile nothing."""
-        return None if backend is None else cls(layers, backend, modes)
+    def of(cls, structure: ModelStructure, backend: str | None, modes: Callable[[], Modes]) -> "CompiledModules | None":
+        """Compile the layers of a model by ``backend``; None: compile nothing."""
+        return None if backend is None else cls(structure, backend, modes)
 
     @property
     def names(self) -> list[str]:
@@ -126,7 +126,7 @@ class CompiledModules:
             )
         for part in reversed(self._parts):
             if part in chosen:
-                part.compiled = torch.compile(part.prepared.original, dynamic=True, backend=self._backend)
+                part.compiled = torch.compile(part.prepared.original, dynamic=True, backend=self.backend)
             elif not part.is_layer:  # what patched a layer later goes through here
                 part.prepared.release()
         self._parts = [part for part in self._parts if part.is_layer or part in chosen]
@@ -138,6 +138,8 @@ class CompiledModules:
         """Restore the modules' own forwards."""
         for part in reversed(self._parts):
             part.prepared.release()
+        for restore in self._restore:
+            restore()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -188,7 +190,27 @@ def _num_calls(intercept: InterceptCalls | None) -> tuple[Any, ...]:
 
 def _has_code(module: nn.Module) -> bool:
     """Whether a module may have several operations: one of torch's own without parts is one kernel already."""
+    if is_compiled(module):
+        return False  # it stands for the module in it
     return not type(module).__module__.startswith("torch.") or next(module.children(), None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` gave for another, its ``_orig_mod``."""
+    return type(module).__name__ == "OptimizedModule"
+
+
+def _uncompile(model: nn.Module) -> list[Callable[[], None]]:
+    """Let parts of a model that their user compiled compute as they are; what makes them compiled again."""
+    restore: list[Callable[[], None]] = []
+    for module in model.modules():
+        if (code := module._compiled_call_impl) is not None:
+            restore.append(partial(setattr, module, "_compiled_call_impl", code))
+            module._compiled_call_impl = None
+        if is_compiled(module):
+            restore.append(partial(setattr, module, "forward", module.forward))
+            module.forward = cast(nn.Module, module._orig_mod).__call__
+    return restore
 
 
 def _is_patched(module: nn.Module, observing: set[int]) -> bool:

@@ -101,7 +101,7 @@ class WrappedModel:
         """Whether the model recomputed its layers by itself before; now plans say which are."""
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
-        self.compiled = CompiledModules.of(self.structure.layers, compile_backend, self._modes)
+        self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context)
         self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
