@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.session.models import Block
 from tests.session.structures import MOST, WIDTH, Plain
@@ -153,3 +154,73 @@ class Dataclasses(Formed):
         for block in self.blocks:
             x = block(x).x
         return x
+
+
+class InPairs(Plain):
+    """Each entry of the list is a list of two modules, which are called by themselves."""
+
+    def layers(self):
+        return nn.ModuleList(nn.ModuleList([Block(WIDTH, 2), nn.Linear(WIDTH, WIDTH)]) for _ in range(3))
+
+    def run(self, x, idx):
+        for block, linear in self.blocks:
+            x = linear(block(x)) + x
+        return x
+
+
+class InGroups(Plain):
+    """Lists of layers in a list."""
+
+    def layers(self):
+        return nn.ModuleList(nn.ModuleList([Block(WIDTH, 2), Block(WIDTH, 2)]) for _ in range(2))
+
+    def run(self, x, idx):
+        for group in self.blocks:
+            for block in group:
+                x = block(x)
+        return x
+
+
+class ByMethods(Plain):
+    """Parts of layers are called, the layers are not."""
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = x + block.attention(block.norm1(x))
+            x = x + block.mlp(block.norm2(x))
+        return x
+
+
+class OneAgainAndAgain(Plain):
+    """A list of one layer, called three times."""
+
+    def layers(self):
+        return nn.ModuleList([self.layer()])
+
+    def run(self, x, idx):
+        for _ in range(3):
+            x = self.blocks[0](x)
+        return x
+
+
+class CheckpointsItself(Plain):
+    """Its forward recomputes layers by torch's own function."""
+
+    use_reentrant = False
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+class CheckpointsReentrantly(CheckpointsItself):
+    use_reentrant = True
+
+
+class CheckpointsInside(Plain):
+    def layer(self):
+        block = super().layer()
+        inner = block.mlp.forward
+        block.mlp.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+        return block

@@ -196,7 +196,7 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
     llama.gradient_checkpointing_enable()
     lw.prepare(llama, rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
     assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
-    assert "gradient_checkpointing_enable() is replaced" in caplog.text
+    assert "the model's activation checkpointing is left out" in caplog.text
 
 
 def test_a_limit_of_positions_below_one_is_none():

@@ -20,7 +20,8 @@ NO_STAGES = (
 )
 """Why a step in pipeline stages is refused."""
 REFUSED = (
-    r"is not called|called twice in a micro-batch, or its layers in another order|of another layer, and weights|"
+    r"calls none of its layers|is not called|called twice in a micro-batch, or its layers in another order|"
+    r"of another layer, and weights|"
     r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
     r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
     r"without a tensor by which|must not depend on the data|expected m1 and m2 to have the same dtype"
@@ -34,6 +35,7 @@ MENDED = {
     ("structures.FirstIsLast", "by-layer"): r"weights of a layer, which its stage alone gathers, are used in another",
     ("structures.SharedMlp", "whole"): "",
     ("odd_models.Called", "by-layer"): "",
+    ("layer_forms.CheckpointsItself", "by-layer"): "",
     ("odd_models.Mixed", "whole"): "",
     ("structures.EarlyExit", "whole"): r"layer 2 is not called; plan with one stage \(max_stages=1\)",
 }
@@ -47,9 +49,10 @@ def test_layers_held_called_and_shared_in_odd_ways_are_exact_under_every_kind_of
             stages = found.pop("stages")
             assert all(difference < EXACT for difference in found.values()), (case, found)
             assert re.search(reason, stages) if reason else stages < EXACT, (case, stages)
-        case = ("structures.EarlyExit", "by-layer")
-    (refused,) = ranks(3).run(many_outcomes, [case])[0]
-    assert re.fullmatch(r"InputError: the weights of EarlyExit .*: layer 2 is not called; use weights=.*", refused)
+    cases = [("structures.EarlyExit", "by-layer"), ("layer_forms.InPairs", "whole")]
+    exits, pairs = ranks(3).run(many_outcomes, cases)[0]
+    assert re.fullmatch(r"InputError: the weights of EarlyExit .*: layer 2 is not called; use weights=.*", exits)
+    assert re.fullmatch(r"InputError: the forward of InPairs calls none of its layers \(ModuleList\) .*", pairs)
 
 
 @pytest.mark.parametrize(

@@ -251,8 +251,6 @@ def _learn(
         tile=chosen.feed_forward_tile,
         compile_backend=chosen.compile_backend if chosen.compile else None,
     )
-    if wrapped_model.replaced_checkpointing and world.is_first:
-        _log.warning("gradient_checkpointing_enable() is replaced: plans choose what is computed again; see recompute=")
     prepared: PreparedModel | None = None
     try:
         if by_sequence:
@@ -269,6 +267,8 @@ def _learn(
         prepared.can_recompute = chosen.recompute != "none"
         with IdRanges(prepared) as lookups:
             all_succeed(world, partial(_learn_named, prepared))
+        if wrapped_model.checkpointing.is_used and world.is_first:
+            _log.warning("the model's activation checkpointing is left out: plans choose it; see recompute=")
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         prepared.check_ids = lambda token, label: lookups.check(token, label if is_known else None)

@@ -162,9 +162,9 @@ def test_gradient_checkpointing_of_the_model_itself_is_switched_off():
     model.train()
     wrapped_model = WrappedModel(model)
     wrapped_model.release()
-    assert wrapped_model.replaced_checkpointing
+    assert wrapped_model.checkpointing.is_used
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    assert not WrappedModel(llama()).replaced_checkpointing
+    assert not WrappedModel(llama()).checkpointing.is_used
 
 
 def test_a_window_that_is_told_to_the_mask_alone_is_honoured():

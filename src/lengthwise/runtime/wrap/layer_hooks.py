@@ -228,6 +228,20 @@ class HookedLayers:
         """The output of the layer that was computed last."""
         return self._last
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a layer is computed, and not what is before, between or after layers."""
+        return 0 < self.position <= len(self._modules) and not self.is_between
+
+    def check_called(self, model: str) -> None:
+        """Raise ``InputError`` if no layer was called, but maybe its parts."""
+        if not self._attends:
+            raise InputError(
+                f"the forward of {model} calls none of its layers ({type(self._modules[0]).__name__}) themselves, so "
+                "they cannot be computed again, cut into stages or gathered; give each a forward that computes it, or "
+                "name another list: prepare(..., layers='transformer.blocks')"
+            )
+
     def check_attends(self, model: str) -> None:
         """Raise ``InputError`` if a layer was computed without a call of attention that is known."""
         silent = [number for number, attends in self._attends.items() if not attends]

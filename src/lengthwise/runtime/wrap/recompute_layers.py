@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -107,14 +106,3 @@ def checkpoint_layer(
             forward, *args, use_reentrant=False, preserve_rng_state=shard.preserves_rng, determinism_check="default",
             **options, **kwargs,
         )  # fmt: skip
-
-
-def switch_off_checkpointing(*parts: nn.Module) -> bool:
-    """Switch off the activation checkpointing that models of transformers bring; whether it was on in any layer."""
-    names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as versions of transformers say
-    was_on = any(getattr(module, "gradient_checkpointing", False) for part in parts for module in part.modules())
-    for part in parts:
-        switches_off = [disable for name in names if (disable := getattr(part, name, None)) is not None]
-        for disable in switches_off[:1]:
-            disable()
-    return was_on

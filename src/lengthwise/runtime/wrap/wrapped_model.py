@@ -27,8 +27,9 @@ from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype
+from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
-from lengthwise.runtime.wrap.recompute_layers import switch_off_checkpointing
+from lengthwise.runtime.wrap.position_masks import check_hides_nothing
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
@@ -79,8 +80,7 @@ class WrappedModel:
         self.model, self.objective = model, objective
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
-        self._is_frozen, self.keeps_output = is_frozen, False
-        self._loss, self._inputs = loss, inputs
+        self._is_frozen, self._loss, self._inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels = LabelConvention()
         """The label convention of a transformers model."""
         self._plain = 0
@@ -89,7 +89,10 @@ class WrappedModel:
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
         """The units of parameters that each position of the forward uses, once they were observed."""
-        self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
+        parts = self.structure.hugging_face_models()
+        self.checkpointing = OwnCheckpointing(model, *parts, is_in_layer=lambda: self.layers.is_inside)
+        forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
+        self._forward = self.checkpointing.replaced_in(forward)
         self._prepared: PreparedForward | None = None
         self._constants = list(self.structure.constants())
         self._imported = ImportedKernels(model)
@@ -97,8 +100,6 @@ class WrappedModel:
         self._balancing = BalancingLosses(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.rules = CallRules()
-        self.replaced_checkpointing = switch_off_checkpointing(model, *self.structure.hugging_face_models())
-        """Whether the model recomputed its layers by itself before; now plans say which are."""
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
@@ -107,7 +108,7 @@ class WrappedModel:
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
-        self._switches = [] if by_sequence else [AttentionSwitch(part) for part in self.structure.hugging_face_models()]
+        self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
             switch.on()
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
@@ -186,6 +187,7 @@ class WrappedModel:
             self._intercept = self.layers.intercept = None
             for forward in forwards:
                 forward()
+            self.layers.check_called(type(self.model).__name__)
             self.by_sequence.learn(lengths)
             return
         seen = []
@@ -197,6 +199,7 @@ class WrappedModel:
             self.layers.end()
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
+        self.layers.check_called(type(self.model).__name__)
         self.layers.check_attends(type(self.model).__name__)
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
@@ -328,7 +331,7 @@ class WrappedModel:
                 self.layers.begin()
             return self._forward(*args, **kwargs)
         shard = shards.current()
-        _check_mask(kwargs.get("attention_mask"))
+        check_hides_nothing(kwargs.get("attention_mask"))
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():
@@ -389,11 +392,3 @@ class WrappedModel:
             output = self._forward(*args, **kwargs)
         self._intercept.check_complete()
         return output
-
-
-def _check_mask(mask: Any) -> None:
-    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
-        raise InputError(
-            "attention_mask hides tokens; a pack has no padding to hide and its sequences do not see each other: leave "
-            "attention_mask out (micro_batch.inputs has none)"
-        )
