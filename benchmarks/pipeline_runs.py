@@ -19,7 +19,8 @@ from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.space.candidate import make_candidates
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, to_plan
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
+from lengthwise.plan.space.finished_plan import to_plan
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import Pack
 from lengthwise.plan.uniform.static import static

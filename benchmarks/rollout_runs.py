@@ -19,7 +19,7 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.space.draft_plan import to_plan
+from lengthwise.plan.space.finished_plan import to_plan
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run

@@ -71,7 +71,7 @@ def test_a_preset_written_into_a_file_is_the_preset(write):
     text = "name: H100-80GB\nmemory_gib: 79.1\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
     host = "host_gbyte_per_s: 64\nhost_memory_gib: 230.4\nhost_memory_gbyte_per_s: 76.8\n"
     device = read_device(write(text + "network_gbit_per_s: 400\n" + host))
-    measured = ("matmul_share", "matmul_half_size", "attention_share", "speed_error")
+    measured = ("matmul_share", "matmul_half_size", "attention_share", "overlap_slowdown", "speed_error")
     assert device == replace(DEVICES["H100-80GB"], **{name: getattr(device, name) for name in measured})
 
 

@@ -119,7 +119,8 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
 
 ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
 OPTIONAL = {
-    (): {"digest", "num_devices"}, SCHEME: ACTIVATIONS, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
+    (): {"digest", "num_devices", "hidden_update_s"},
+    SCHEME: ACTIVATIONS, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
 }  # fmt: skip
 
 

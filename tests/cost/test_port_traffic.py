@@ -12,7 +12,7 @@ from lengthwise.core.parameter_shapes import unit_shapes
 from lengthwise.core.pipeline_config import Method, Strategy, homogeneous, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.links import LINK_EFFICIENCY
-from lengthwise.cost.port_traffic import hold_the_same, port_traffic
+from lengthwise.cost.port_traffic import first_units_traffic, hold_the_same, port_traffic
 from lengthwise.cost.weight_shards import WeightTraffic
 
 SIZES = {"num_layers": 3, "hidden_size": 3, "ffn_size": 24, "num_heads": 8, "num_kv_heads": 4, "head_size": 2}
@@ -93,13 +93,13 @@ def who(layout):
     return has
 
 
-def counted(model, strategy, per_node):
-    """[4, ranks] The elements that are sent and received, element by element."""
+def counted(model, strategy, per_node, num_units=None):
+    """[4, ranks] The elements of the first units, or all, that are sent and received, element by element."""
     bounds, owned, computed = layouts(model, strategy)
     num_ranks, traffic = strategy.num_devices, np.zeros((4, strategy.num_devices))
     owner, computes = who(owned).argmax(axis=0), who(computed)
     landed = who(landing_layout(owned, computed, ranks_per_node=per_node))
-    for first, end in pairwise(bounds):
+    for first, end in [*pairwise(bounds)][:num_units]:
         unit = slice(first, end)
         if computes[:, unit].all():
             shard = -(-(end - first) // num_ranks)
@@ -129,6 +129,10 @@ def test_prices_are_those_of_the_bytes_that_are_sent_for_a_thousand_strategies()
             expected = counted(model, strategy, per_node)
             across, within = [found.sent_across, found.received_across], [found.sent_within, found.received_within]
             np.testing.assert_allclose(across + within, expected, err_msg=f"{num_ranks} ranks, strategy {number}")
+            if number % 4 == 0:  # what a first forward waits for
+                of_first = first_units_traffic(model, strategy, ranks_per_node=per_node)
+                sides = [of_first.sent_across, of_first.received_across, of_first.sent_within, of_first.received_within]
+                np.testing.assert_allclose(sides, counted(model, strategy, per_node, num_units=2))
             cluster = ClusterSpec(num_nodes=num_ranks // per_node, devices_per_node=per_node, device=device)
             price_s = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16").exchange_s(strategy, 2)
             ports_s = expected[:2].max() * 2 / device.network_bytes_per_s
@@ -175,8 +179,8 @@ def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes(
         strategy = Strategy(schemes=tuple(schemes), ranks=strategy.ranks)
         for scheme in set(schemes):
             if 32 % scheme.num_devices == 0:
-                equal_s = mover.update_s(homogeneous(scheme, 32))
-                worst = min(worst, mover.update_s(strategy) / equal_s)
+                parts, equal = mover.update_parts(strategy), mover.update_parts(homogeneous(scheme, 32))
+                worst = min(worst, parts.whole_s / equal.whole_s, parts.least_s / equal.least_s)
     assert worst == 1
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from lengthwise.core.one_f_one_b import pipeline_end_s
 from lengthwise.core.pipeline_config import Strategy
+from lengthwise.cost.overlapped import hides_updates
 
 
 def partitions(items):
@@ -37,8 +38,11 @@ class BruteForce:
         self.everything = (1 << len(lengths)) - 1
         self.pipeline_s = cache(self._pipeline_s)
 
-    def _pipeline_s(self, kind, mask):
-        """Seconds of one pipeline of a kind with the sequences of ``mask``, packed in the best way."""
+    def _pipeline_s(self, kind, mask, parts=None):
+        """Seconds of one pipeline of a kind with the sequences of ``mask``, packed in the best way.
+
+        ``parts``: of an update that passes may hide, whose exposed pulls and pushes it then has; None: of none.
+        """
         members = self.kinds[kind]
         best_s = np.inf if mask else 0.0
         for packs in partitions([i for i in range(len(self.lengths)) if mask >> i & 1]) if mask else ():
@@ -56,8 +60,25 @@ class BruteForce:
             if max(times_s) < best_s:
                 forwards = [members[0].forwards] * len(packs)
                 stages = members[0].num_stages
-                best_s = min(best_s, pipeline_end_s(sorted(times_s, reverse=True), forwards, stages))
+                late_s = 0.0 if parts is None else self._moved_s(members, packs, times_s, parts)
+                best_s = min(best_s, late_s + pipeline_end_s(sorted(times_s, reverse=True), forwards, stages))
         return best_s
+
+    def _moved_s(self, members, packs, times_s, parts):
+        """Seconds of pulls and pushes that a pipeline does not hide, packs of one stage in the best order."""
+        one, forwards = members[0], members[0].forwards
+        covers_s = [
+            time_s - one.overhead_s - float(one.cost.comm_times_s(self.lengths[pack], one.scheme).sum())
+            for pack, time_s in zip(packs, times_s)
+        ]
+        numbers = sorted(range(len(packs)), key=lambda number: -times_s[number])
+        ends = [(numbers[0], numbers[-1])]
+        if one.num_stages == 1:
+            ends = [(a, b) for a in numbers for b in numbers if a != b or len(packs) == 1]
+        return min(
+            parts.exposed_pull_s(covers_s[a] / forwards) + parts.exposed_push_s(covers_s[b] * (1 - 1 / forwards))
+            for a, b in ends
+        )
 
     @property
     def strategies(self):
@@ -69,7 +90,7 @@ class BruteForce:
                 if used == num_devices or (self.may_idle and used < num_devices):
                     yield kinds
 
-    def phase_s(self, kinds):
+    def phase_s(self, kinds, parts=None):
         """[masks] seconds of a phase with some sequences under a strategy, dispatched in the best way."""
         best_s = np.full(self.everything + 1, np.inf)
         best_s[0] = 0.0
@@ -78,7 +99,7 @@ class BruteForce:
             for mask in range(self.everything + 1):
                 part = mask
                 while True:
-                    new_s[mask] = min(new_s[mask], max(best_s[mask ^ part], self.pipeline_s(kind, part)))
+                    new_s[mask] = min(new_s[mask], max(best_s[mask ^ part], self.pipeline_s(kind, part, parts)))
                     if not part:
                         break
                     part = (part - 1) & mask
@@ -93,9 +114,14 @@ class BruteForce:
             ends = np.cumsum([scheme.num_devices for scheme in schemes]).tolist()
             ranks = tuple(tuple(range(end - scheme.num_devices, end)) for scheme, end in zip(schemes, ends))
             strategy = Strategy(schemes=schemes, ranks=ranks, num_idle=self.problem.num_devices - ends[-1])
-            planned.append((strategy, self.phase_s(kinds), cost.update_s(strategy)))
+            if hides_updates(cost):
+                parts = cost.update_parts([strategy])
+                planned.append((strategy, self.phase_s(kinds, parts), parts.rest_s))
+            else:
+                planned.append((strategy, self.phase_s(kinds), cost.update_s(strategy)))
         best_s = min(times_s[self.everything] + update_s for _, times_s, update_s in planned)
         if self.most_phases > 1:
+            assert not hides_updates(cost), "pulls come before the first phase alone, and pushes after the last"
             for (one, one_s, update_s), (two, two_s, other_s) in product(planned, planned):
                 both_s = one_s[1:-1] + two_s[::-1][1:-1]
                 if both_s.size:

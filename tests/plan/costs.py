@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import Method
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.problem import PlanningProblem
 
@@ -59,6 +61,21 @@ class SimpleCost:
 
     def util_tokens(self, scheme):
         return 1
+
+
+class HiddenUpdates(OverlappedCost):
+    """A cost of which passes hide a part of the update: half of it is pushed, a third pulled."""
+
+    def __init__(self, base, slowdown=0.25):
+        super().__init__(base)
+        self._slowdown = slowdown
+
+    def _parts(self, strategy):
+        update_s = self.base.update_s(strategy)
+        return UpdateParts(
+            pull_s=update_s / 3, push_s=update_s / 2, first_pull_s=update_s / 12, last_push_s=update_s / 8,
+            rest_s=update_s / 6, slowdown=self._slowdown,
+        )  # fmt: skip
 
 
 class StagesFitMore(SimpleCost):

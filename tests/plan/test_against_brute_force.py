@@ -14,7 +14,7 @@ from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.planner import Planner
 from tests.plan.brute_force import BruteForce
-from tests.plan.costs import SimpleCost, make_batch, make_problem
+from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class UnevenUpdates(SimpleCost):
         return 0.05 + max(self.unit_s / scheme.num_stages for scheme in strategy.schemes)
 
 
-def case(seed):
-    """A small problem and the lengths of a batch."""
+def case(seed, *, hides=False):
+    """A small problem and the lengths of a batch; ``hides``: whether passes hide a part of the update."""
     rng = np.random.default_rng(seed)
     cost = UnevenUpdates(
         a_s=rng.choice([0.0, 1e-4, 1e-2]),
@@ -39,7 +39,7 @@ def case(seed):
         unit_s=rng.choice([0.0, 0.1, 1.0]),
     )
     problem = make_problem(
-        cost,
+        HiddenUpdates(cost, slowdown=[0.0, 0.5][seed % 2]) if hides else cost,
         num_devices=int(rng.choice([2, 3, 4])),
         methods=(Method.ULYSSES,),
         recomputed=[(0,), (0, 4)][rng.integers(2)],
@@ -51,9 +51,9 @@ def case(seed):
     return problem, lengths.tolist()
 
 
-def planned(policy, seed, candidates_of, **options):
+def planned(policy, seed, candidates_of, *, hides=False, **options):
     """The plan and the optimum of a case, or None where the policy cannot run."""
-    problem, lengths = case(seed)
+    problem, lengths = case(seed, hides=hides)
     try:
         plan = Planner(policy=policy, problem=problem)(make_batch(lengths))
     except InfeasibleError:
@@ -86,6 +86,16 @@ def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
     assert len(ratios) > cases / 2
     mean, worst = MOST_ABOVE[policy]
     assert fmean(ratios) < mean and max(ratios) < worst
+
+
+def test_the_bound_holds_where_passes_hide_a_part_of_the_update():
+    ratios = []
+    for seed in range(24):
+        plan, best_s = planned("auto", seed, everything, hides=True, may_idle=True)
+        assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
+        assert plan.hidden_update_s > 0, seed
+        ratios.append(plan.time_s / best_s)
+    assert fmean(ratios) < 1.01 and max(ratios) < 1.1
 
 
 @pytest.mark.deep

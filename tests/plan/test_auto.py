@@ -19,7 +19,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.sim.engine import simulate
-from tests.plan.costs import SimpleCost, make_batch, make_problem
+from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
 OTHERS = [name for name in POLICIES if name != "auto"]
 
@@ -39,7 +39,7 @@ def problems(draw):
     lengths = st.lists(st.integers(1, 100), min_size=1, max_size=25)
     samples = draw(st.lists(lengths, max_size=3))
     problem = make_problem(
-        cost,
+        HiddenUpdates(cost, slowdown=draw(st.sampled_from([0.0, 0.5]))) if draw(st.booleans()) else cost,
         num_devices=num_devices,
         devices_per_node=draw(st.sampled_from([2, 4, 8])) if num_devices % 4 == 0 else 8,
         methods=(Method.ULYSSES, Method.RING),

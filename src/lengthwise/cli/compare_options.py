@@ -63,8 +63,8 @@ ProfilePath = Annotated[
 ]
 Jitter = Annotated[float, typer.Option(metavar="SIGMA", help="Lognormal noise on every micro-batch, such as 0.1.")]
 Overlap = Annotated[
-    float,
-    typer.Option(metavar="SHARE", help="Share of every update that computation hides, such as 0.3."),
+    float | None,
+    typer.Option(metavar="SHARE", help="Share of every update that computation hides; default: what passes hide."),
 ]
 Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
 Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]

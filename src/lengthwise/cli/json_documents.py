@@ -292,7 +292,7 @@ class CompareDocument(JsonDocument):
     profile: str | None
     """The file of measurements that costs are fitted to; null: they come from the data sheet of the device."""
     jitter: float
-    overlap: float
+    overlap: float | None
     """The share of every update that computation hides, in plans as in simulation."""
     search_space: dict[str, Any]
     """Limits of the schemes that policies may use; null: the cluster's."""

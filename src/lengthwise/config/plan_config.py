@@ -54,8 +54,9 @@ class PlanConfig(PolicySettings):
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""
-    overlap: float = Field(default=0.0, ge=0, le=1)
-    """The share of every update that plans take to run beneath computation, as `lengthwise compare --overlap`."""
+    overlap: float | None = Field(default=None, ge=0, le=1)
+    """The share of every update that plans take to run beneath computation, as `lengthwise compare --overlap`; null: as
+    the passes of each pipeline, what they exchange, and what is moved when say."""
     shapes: int | None = Field(default=None, ge=1, le=1024)
     """The most sizes of micro-batches, which are filled up with padding; none: micro-batches have any size."""
     workers: int | None = Field(default=None, ge=0, le=64)

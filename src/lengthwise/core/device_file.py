@@ -39,6 +39,7 @@ _FIELDS = {
     "matmul_share": _Field(sets="matmul_share", unit=1, maximum=1, required=False),
     "matmul_half_size": _Field(sets="matmul_half_size", unit=1, maximum=1e6, required=False),
     "attention_share": _Field(sets="attention_share", unit=1, maximum=1, required=False),
+    "overlap_slowdown": _Field(sets="overlap_slowdown", unit=1, maximum=1, required=False),
     "host_gbyte_per_s": _Field(sets="host_bytes_per_s", unit=GBYTE, maximum=1e9, required=False),
     "host_memory_gib": _Field(sets="host_memory_bytes", unit=GIB, maximum=1 << 20, required=False),
     "host_memory_gbyte_per_s": _Field(sets="host_memory_bytes_per_s", unit=GBYTE, maximum=1e9, required=False),

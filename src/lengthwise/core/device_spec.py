@@ -58,6 +58,8 @@ class DeviceSpec:
     """Hidden size at which they reach half of that."""
     attention_share: float = 0.55
     """Share of the peak rate that attention reaches, forward and backward."""
+    overlap_slowdown: float = 1.0
+    """Seconds by which a second of pull or push beneath a pass makes the pass longer, to 1: nothing is won."""
     speed_error: float | None = None
     """Relative error that predictions for nine of ten public measurements of the device stay within; None: none are
     known."""
@@ -152,8 +154,13 @@ class DeviceSpec:
 
 # Fitted to public measurements (docs/concepts/costs.md, accuracy). An H200 is an H100 with other memory; of Blackwell
 # there are no public rows in bfloat16, so it has the H100's shares too. Others have the defaults.
-_A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "speed_error": 0.14}
-_H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
+_A100: dict[str, Any] = {
+    "matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "overlap_slowdown": 0.9,
+    "speed_error": 0.14,
+}  # fmt: skip
+_H100: dict[str, Any] = {
+    "matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45, "overlap_slowdown": 0.44,
+}  # fmt: skip
 
 
 def _host(memory_gib: int, *, link: float, memory: float) -> dict[str, Any]:

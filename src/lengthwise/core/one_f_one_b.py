@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from lengthwise.core.pipeline_config import PipelineConfig, issue_order
@@ -50,6 +51,54 @@ def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stag
     forwards_s = [time_s / count for time_s, count in zip(times_s, forwards)]
     backwards_s = [time_s - forward_s for time_s, forward_s in zip(times_s, forwards_s)]
     return max(passes[-1].end_s for passes in run_stages([(forwards_s, backwards_s)] * num_stages))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateParts:
+    """Seconds of what an update consists of, each as if it had the links for itself.
+
+    Weights are pulled in the order in which the first forward comes to them, and gradients are pushed in the order in
+    which the last backward is done with them. So a forward waits for the input and its first layer in any case, and
+    their gradients are pushed after everything else. What runs beneath a pass takes some of the device from it.
+    """
+
+    pull_s: float
+    push_s: float
+    first_pull_s: float
+    """Of the pull, what is of the input and the first layer."""
+    last_push_s: float
+    """Of the push, what is of the input and the first layer."""
+    rest_s: float
+    """The norm and the optimizer, between push and pull."""
+    slowdown: float = 0.0
+    """Seconds by which a second of pull or push beneath a pass makes the pass longer, from 0 to 1."""
+
+    @property
+    def whole_s(self) -> float:
+        """Seconds of the update where nothing runs beneath it."""
+        return self.pull_s + self.push_s + self.rest_s
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that are exposed however long passes are."""
+        return self.exposed_pull_s(math.inf) + self.exposed_push_s(math.inf) + self.rest_s
+
+    def exposed_pull_s(self, cover_s: float) -> float:
+        """Seconds by which pulls delay a pipeline whose first forward leaves the links free for ``cover_s``.
+
+        Layers are alike, so that the delay of none is more than that of the first or that after the last.
+        """
+        return self.pull_s - (1.0 - self.slowdown) * min(self.pull_s - self.first_pull_s, cover_s)
+
+    def exposed_push_s(self, cover_s: float) -> float:
+        """Seconds of pushes after a pipeline whose last backward leaves the links free for ``cover_s``."""
+        return self.push_s - (1.0 - self.slowdown) * min(self.push_s - self.last_push_s, cover_s)
+
+
+def largest_parts(parts: Sequence[UpdateParts]) -> UpdateParts:
+    """Each part as large as in the update where it is largest."""
+    names = [field.name for field in fields(UpdateParts)]
+    return UpdateParts(**{name: max(getattr(part, name) for part in parts) for name in names})
 
 
 def update_cover_s(times_s: Sequence[float], forwards: Sequence[float]) -> float:

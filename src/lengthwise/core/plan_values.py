@@ -39,7 +39,7 @@ def check_plan_values(document: Any) -> None:
     Raises:
         InputError: a value is missing, unknown, of another type or out of bounds; the message names the field.
     """
-    _check_keys(document, "plan", _PLAN, optional={"digest", "num_devices"})
+    _check_keys(document, "plan", _PLAN, optional={"digest", "num_devices", "hidden_update_s"})
     _check_int(document["step"], "step", 0, MAX_ID)
     if not isinstance(document["policy"], str) or len(document["policy"]) > 100 or not document["policy"].isprintable():
         raise _wrong("policy", "the name of a policy", document["policy"])
@@ -50,6 +50,7 @@ def check_plan_values(document: Any) -> None:
     _check_int(document["loss_normaliser"], "loss_normaliser", 1, MAX_BYTES)
     for name in ("update_s", "time_s", "lower_bound_s", "switch_s"):
         _check_seconds(document[name], name)
+    _check_seconds(document.get("hidden_update_s", 0.0), "hidden_update_s")
     factor = document["lr_factor"]
     if type(factor) not in (int, float) or not 0 < factor <= MAX_LR_FACTOR:
         raise _wrong("lr_factor", f"a number above 0 and at most {MAX_LR_FACTOR:g}", factor)

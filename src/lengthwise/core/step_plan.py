@@ -97,7 +97,7 @@ class StepPlan:
     loss_normaliser: int
     """Target tokens of the whole step: every target's loss weighs one over this, whoever computes it."""
     update_s: float
-    """Predicted seconds of push, clip, optimizer and pull."""
+    """Predicted seconds of push, clip, optimizer and pull that nothing hides."""
     time_s: float
     """Predicted seconds of the whole step."""
     lower_bound_s: float
@@ -106,6 +106,8 @@ class StepPlan:
     """Multiplies the scheduled learning-rate of this step."""
     switch_s: float = 0.0
     """Predicted seconds between phases, all of them together."""
+    hidden_update_s: float = 0.0
+    """Predicted seconds of the update that run beneath forwards and backwards."""
     num_devices: int = 0
     """Ranks of the cluster; 0 stands for those that the pipelines of each phase tile. Of more, the last are idle."""
 
@@ -245,6 +247,7 @@ class StepPlan:
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             **({"num_devices": self.num_devices} if self._has_idle else {}),
+            **({"hidden_update_s": float(self.hidden_update_s)} if self.hidden_update_s else {}),
             "schemes": [_scheme_to_json(scheme) for scheme in schemes],
             "pipelines": [
                 {
@@ -288,6 +291,7 @@ class StepPlan:
                     for pipeline in document["pipelines"]
                 ),
                 num_devices=document.get("num_devices", 0),
+                hidden_update_s=document.get("hidden_update_s", 0.0),
                 **{name: document[name] for name in _PLAIN_FIELDS},
             )
         except (KeyError, TypeError, IndexError) as error:

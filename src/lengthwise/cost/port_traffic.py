@@ -69,6 +69,12 @@ def port_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -
     return _traffic(model, _keys(strategy), num_devices, min(ranks_per_node, num_devices))
 
 
+def first_units_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -> PortTraffic:
+    """The part of :func:`port_traffic` that is of the input and the first layer."""
+    num_devices = strategy.num_devices
+    return _traffic(model, _keys(strategy), num_devices, min(ranks_per_node, num_devices), is_first=True)
+
+
 def _held(pipelines: Sequence[_PipelineKey], num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """First and last layer of each rank, equal for one of none; its shard and the number of shards."""
     layers, shards = [(0, 0)] * num_ranks, [(0, 1)] * num_ranks
@@ -86,10 +92,13 @@ def _traffic(
     pipelines: Sequence[_PipelineKey],
     num_ranks: int,
     per_node: int,
+    *,
+    is_first: bool = False,
 ) -> PortTraffic:
+    """``is_first``: of the input and the first layer alone."""
     layers, shards = _held(pipelines, num_ranks)
     total = np.zeros((4, num_ranks))
-    for unit, of_ranks, count in _units(model, layers, shards):
+    for unit, of_ranks, count in (_first_units if is_first else _units)(model, layers, shards):
         total += count * _unit_traffic(model, unit, of_ranks, per_node)
     sent_across, received_across, sent_within, received_within = total
     return PortTraffic(
@@ -100,9 +109,21 @@ def _traffic(
     )
 
 
-def _units(
-    model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]
-) -> Iterator[tuple[Unit, tuple[UnitShard | None, ...], int]]:
+_Units = Iterator[tuple[Unit, tuple[UnitShard | None, ...], int]]
+"""Kinds of units, what ranks compute with of each, and how many are alike."""
+
+
+def _first_units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]) -> _Units:
+    """The input and the first layer."""
+    yield next(_units(model, layers, shards))
+    yield (
+        "layer",
+        tuple((*shard, False) if first == 0 < end else None for (first, end), shard in zip(layers, shards)),
+        1,
+    )
+
+
+def _units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]) -> _Units:
     """Each kind of unit, what ranks compute with of it, and how many layers are alike."""
 
     def of_ranks(first: int, end: int) -> tuple[UnitShard | None, ...]:

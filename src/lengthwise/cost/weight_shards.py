@@ -7,11 +7,12 @@ from its owners when weights are pulled, and goes to them when gradients are pus
 from dataclasses import dataclass
 from functools import cached_property
 
+from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY, host_copy_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes
-from lengthwise.cost.port_traffic import hold_the_same, port_traffic
+from lengthwise.cost.port_traffic import PortTraffic, first_units_traffic, hold_the_same, port_traffic
 
 
 def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
@@ -79,7 +80,11 @@ class WeightTraffic:
         return DTYPE_BYTES[self.dtype], gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
 
     def update_s(self, strategy: Strategy) -> float:
-        """Push gradients, update every shard, pull weights in the compute dtype, in turn.
+        """Push gradients, update every shard, pull weights in the compute dtype, in turn."""
+        return self.update_parts(strategy).whole_s
+
+    def update_parts(self, strategy: Strategy) -> UpdateParts:
+        """Seconds of pushing gradients, of updating every shard and of pulling weights in the compute dtype.
 
         The optimizer reads the gradient twice (norm, update) and reads and writes master weights and both moments.
         Where these are on the host, gradients go there and weights come back, and it is the host's memory it reads.
@@ -89,17 +94,23 @@ class WeightTraffic:
         width, gradient = self._widths
         num_devices = strategy.num_devices
         equal_s = [
-            self._equal_exchange_s(scheme, num_devices, num_idle, gradient + width)
+            self._equal_exchange_s(scheme, num_devices, num_idle)
             for scheme in strategy.distinct_schemes
             for num_idle in {0, strategy.num_idle}
             if (num_devices - num_idle) % scheme.num_devices == 0
         ]
-        moved_s = max(equal_s if strategy.is_homogeneous else [self.exchange_s(strategy, gradient + width), *equal_s])
+        exchanges_s = equal_s if strategy.is_homogeneous else [self._exchanges_s(strategy), *equal_s]
+        byte_s, first_byte_s = (max(seconds) for seconds in zip(*exchanges_s))
         touched = (2 * gradient + 6 * gradient_bytes(self.dtype)) * self.model.num_params / num_devices
         if self.state_on_host:
             host_s = touched / (LINK_EFFICIENCY * self.cluster.device.host_memory_bytes_per_s)
-            return moved_s + self._host_copy_s(num_devices, gradient + width) + host_s
-        return moved_s + touched / self.cluster.device.memory_bytes_per_s
+            rest_s = self._host_copy_s(num_devices, gradient + width) + host_s
+        else:
+            rest_s = touched / self.cluster.device.memory_bytes_per_s
+        return UpdateParts(
+            pull_s=byte_s * width, push_s=byte_s * gradient, first_pull_s=first_byte_s * width,
+            last_push_s=first_byte_s * gradient, rest_s=rest_s, slowdown=self.cluster.device.overlap_slowdown,
+        )  # fmt: skip
 
     def _host_copy_s(self, num_devices: int, num_bytes: int) -> float:
         """Seconds to copy each device's share of the parameters to or from the host, ``num_bytes`` a number."""
@@ -114,15 +125,21 @@ class WeightTraffic:
         return self.exchange_s(before, gradient) + self.exchange_s(after, width) + copied_s
 
     @cached_property
-    def _equal_s(self) -> dict[tuple[object, ...], float]:
+    def _equal_s(self) -> dict[tuple[object, ...], tuple[float, float]]:
         return {}
 
-    def _equal_exchange_s(self, scheme: PipelineConfig, num_devices: int, num_idle: int, num_bytes: int) -> float:
-        """Seconds of :meth:`exchange_s` under equal pipelines; the same for all schemes of one family."""
-        key = (scheme.degree, scheme.stage_layers, scheme.weights, num_devices, num_idle, num_bytes)
+    def _equal_exchange_s(self, scheme: PipelineConfig, num_devices: int, num_idle: int) -> tuple[float, float]:
+        """Seconds of :meth:`_exchanges_s` under equal pipelines; the same for all schemes of one family."""
+        key = (scheme.degree, scheme.stage_layers, scheme.weights, num_devices, num_idle)
         if key not in self._equal_s:
-            self._equal_s[key] = self.exchange_s(homogeneous(scheme, num_devices, num_idle=num_idle), num_bytes)
+            self._equal_s[key] = self._exchanges_s(homogeneous(scheme, num_devices, num_idle=num_idle))
         return self._equal_s[key]
+
+    def _exchanges_s(self, strategy: Strategy) -> tuple[float, float]:
+        """Seconds to move all that ranks compute with, a byte a number; and the input and the first layer of it."""
+        per_node = self.cluster.devices_per_node
+        first = first_units_traffic(self.model, strategy, ranks_per_node=per_node)
+        return self.exchange_s(strategy, 1), self._traffic_s(first)
 
     def exchange_s(self, strategy: Strategy, num_bytes: int) -> float:
         """Seconds to move what every rank computes with, ``num_bytes`` a number, from its owners or to them.
@@ -130,8 +147,11 @@ class WeightTraffic:
         The busiest port between nodes or the busiest link within them, whichever takes longer: while one layer is
         spread within nodes, the next one crosses between them.
         """
-        device = self.cluster.device
         traffic = port_traffic(self.model, strategy, ranks_per_node=self.cluster.devices_per_node)
+        return self._traffic_s(traffic) * num_bytes
+
+    def _traffic_s(self, traffic: PortTraffic) -> float:
+        device = self.cluster.device
         across_s = traffic.busiest_across / device.network_bytes_per_s
         within_s = traffic.busiest_within / device.link_bytes_per_s
-        return max(across_s, within_s) * num_bytes / LINK_EFFICIENCY
+        return max(across_s, within_s) / LINK_EFFICIENCY

@@ -11,7 +11,7 @@ from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.plan.outside_policy import OutsidePolicy, refused
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.space.draft_plan import to_plan
+from lengthwise.plan.space.finished_plan import to_plan
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 

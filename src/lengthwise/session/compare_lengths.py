@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from lengthwise.core.cost import CostError
+from lengthwise.core.cost import CostError, error_of
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -165,7 +165,7 @@ def comparison_page(
     ledger: LengthLedger,
 ) -> Comparison:
     """The results with what was asked, as the page shows them and ``to_json`` gives them."""
-    error = contest.cost(clusters[0]).error
+    error = error_of(contest.cost(clusters[0]))
     return Comparison(
         model=contest.model.name,
         device=clusters[0].device.name,
@@ -240,7 +240,7 @@ def _facts(
         ", ".join([*methods, f"recompute {search_space.recompute}", f"offload {search_space.offload}", *limits]),
     )
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
-    if contest.overlap:
+    if contest.overlap is not None:
         yield (
             "Overlap",
             f"{contest.overlap:.0%} of every update runs beneath computation, as far as passes are long enough",

@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel
 from lengthwise.core.device_spec import DEVICES, GBIT, GBYTE
 from lengthwise.core.errors import InfeasibleError, LengthwiseError, errors_spelt, first_line
 from lengthwise.core.lengths import LengthIndex
@@ -18,7 +19,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.cost.overlapped import with_overlap
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.hydraulis import published_space
@@ -68,10 +69,10 @@ class PolicyComparison:
     profile: MeasuredProfile | None = None
     """Measurements that costs are fitted to; None: costs come from the data sheet of the device."""
 
-    overlap: float = 0.0
-    """The share of every update that computation hides, in plans as in simulation."""
+    overlap: float | None = None
+    """The share of every update that computation hides; None: as its parts and the passes say."""
 
-    def cost(self, cluster: ClusterSpec, *, state_on_host: bool = False) -> SeparableCost | OverlappedCost:
+    def cost(self, cluster: ClusterSpec, *, state_on_host: bool = False) -> CostModel:
         """The costs of the model on a cluster; ``state_on_host``: with the optimizer's state in host memory."""
         with errors_spelt(self.spelling):
             base: SeparableCost = (
@@ -79,7 +80,7 @@ class PolicyComparison:
                 if self.profile
                 else AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype, state_on_host=state_on_host)
             )
-            return OverlappedCost(base, self.overlap) if self.overlap else base
+            return with_overlap(base, self.overlap)
 
     def _may_offload_state(self, cluster: ClusterSpec) -> bool:
         """Whether the optimizer's state may be in host memory where longer sequences need it."""

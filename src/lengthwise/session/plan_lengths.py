@@ -38,7 +38,7 @@ class PlanningOptions(TypedDict, total=False):
     host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
     profile: str | Path | None
-    overlap: float
+    overlap: float | None
     seed: int
 
 
@@ -80,7 +80,7 @@ def plan(
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
-        overlap: share of every update that runs beneath computation, from 0 (the default) to 1.
+        overlap: share of every update that passes hide, from 0 to 1; None (the default): as their lengths say.
         seed: of the order of the sequences; 0 by default.
 
     Returns:
@@ -152,7 +152,7 @@ def comparison_of(
         model=spec,
         dtype=dtype,
         profile=profile,
-        overlap=options.get("overlap", 0.0),
+        overlap=options.get("overlap"),
         search_space=space,
         policies=tuple(names),
         lengths=view.lengths,

@@ -18,7 +18,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.cost.overlapped import with_overlap
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
@@ -200,8 +200,7 @@ def make_planner(
         methods = compiled_methods(config, methods)
     check_methods(config, cost, cluster)
     spare = spare_cost(config, cost)
-    if plan.overlap:
-        cost, spare = OverlappedCost(cost, plan.overlap), spare and OverlappedCost(spare, plan.overlap)
+    cost, spare = with_overlap(cost, plan.overlap), spare and with_overlap(spare, plan.overlap)
     search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,

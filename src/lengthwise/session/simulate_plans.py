@@ -23,7 +23,7 @@ def simulate(
     *,
     jitter: float = 0.0,
     stragglers: Mapping[int, float] | None = None,
-    overlap: float = 0.0,
+    overlap: float | None = None,
     seed: int = 0,
     timelines: bool = False,
 ) -> list[SimulatedStep]:
@@ -36,8 +36,8 @@ def simulate(
         plans: what `lengthwise.plan` returned, or a file of plans: plans.jsonl of a run or of `lengthwise plan --out`.
         jitter: sigma of a lognormal factor of mean 1 on the time of every micro-batch, such as 0.1.
         stragglers: rank -> how many times slower it computes, at least 1.
-        overlap: share of the update that runs beneath computation, from 0 to 1. Plans and their bounds reckon with
-            none, and Lengthwise's own updates hide nothing.
+        overlap: share of the update that runs beneath computation, from 0 to 1, instead of what the plan says; None:
+            as the plan says.
         seed: decides the jitter.
         timelines: also make the timeline of each step: which rank does what when, and its memory.
 

@@ -25,8 +25,9 @@ class SimOptions:
     """Seed of the jitter. Equal seed, step and plan give equal times."""
     transfer_s: float = 0.0
     """Seconds from the end of a forward or backward until the neighbouring stage has its result."""
-    overlap: float = 0.0
-    """Share of the update that runs beneath computation; see :func:`lengthwise.core.one_f_one_b.exposed_update_s`."""
+    overlap: float | None = None
+    """Share of the update that passes hide (:func:`lengthwise.core.one_f_one_b.exposed_update_s`); None: as the plan
+    says."""
 
     def __post_init__(self) -> None:
         for name in ("jitter", "transfer_s"):
@@ -34,7 +35,7 @@ class SimOptions:
             maximum = MAX_JITTER if name == "jitter" else MAX_TRANSFER_S
             if not 0 <= value <= maximum:
                 raise InputError(f"{name} must be finite and at least 0, not {value}; the most is {maximum:g}")
-        if not 0 <= self.overlap <= 1:
+        if self.overlap is not None and not 0 <= self.overlap <= 1:
             raise InputError(f"overlap is a share of the update between 0 and 1, not {self.overlap}")
         if not 0 <= self.seed < 1 << 64:
             raise InputError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
@@ -49,7 +50,7 @@ class SimOptions:
     def in_words(self) -> str:
         """What differs from an execution as predicted, such as "jitter 0.1 · rank 1 slower by 2x"; empty: nothing."""
         words = [f"jitter {self.jitter:g}"] if self.jitter else []
-        words += [f"{self.overlap:.0%} of the update hidden beneath computation"] if self.overlap else []
+        words += [] if self.overlap is None else [f"{self.overlap:.0%} of the update hidden beneath computation"]
         return " · ".join([*words, *(f"rank {rank} slower by {factor:g}x" for rank, factor in self.stragglers.items())])
 
 

@@ -63,7 +63,10 @@ def run_step(plan: StepPlan, options: SimOptions) -> StepRun:
         next_s = end_s if number == plan.num_phases - 1 else end_s + switch_s
         phases.append(PhaseRun(start_s=start_s, end_s=end_s, pipelines=runs, switch_end_s=next_s))
         start_s = next_s
-    end_s = start_s + exposed_update_s(plan.update_s, _cover_s(phases[-1]), options.overlap)
+    update_s = plan.update_s
+    if options.overlap is not None:
+        update_s = exposed_update_s(update_s + plan.hidden_update_s, _cover_s(phases[-1]), options.overlap)
+    end_s = start_s + update_s
     return StepRun(plan=plan, phases=tuple(phases), end_s=end_s)
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
 from lengthwise.plan.space.problem import PricedBatch
-from tests.plan.costs import SimpleCost, make_batch, make_problem
+from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
 
 class StagedUpdate(SimpleCost):
@@ -26,7 +26,11 @@ def arrangements(draw):
         c_s=draw(st.floats(0, 5)), a_s=draw(st.floats(0, 1e-2)), loss=draw(st.floats(0, 1)), capacity=50
     )
     problem = make_problem(
-        cost, num_devices=num_devices, recomputed=(0, 2, 4), overhead_per_sequence=draw(st.booleans()), max_length=80
+        HiddenUpdates(cost, slowdown=draw(st.sampled_from([0.0, 0.5]))) if draw(st.booleans()) else cost,
+        num_devices=num_devices,
+        recomputed=(0, 2, 4),
+        overhead_per_sequence=draw(st.booleans()),
+        max_length=80,
     )
     longest = min(80, problem.leanest.max_tokens)
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))

@@ -8,7 +8,8 @@ from lengthwise.plan.heterogeneous import hydraulis
 from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, strategies_of_step
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.space.draft_plan import DraftPlan, to_plan
+from lengthwise.plan.space.draft_plan import DraftPlan
+from lengthwise.plan.space.finished_plan import to_plan
 from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 

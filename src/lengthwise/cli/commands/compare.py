@@ -25,7 +25,7 @@ def run(
     price_per_hour: its.PricePerHour = None,
     profile: its.ProfilePath = None,
     jitter: its.Jitter = 0.0,
-    overlap: its.Overlap = 0.0,
+    overlap: its.Overlap = None,
     steps: its.Steps = 8,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,

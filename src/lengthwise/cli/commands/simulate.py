@@ -25,7 +25,7 @@ def run(
     steps: Steps = None,
     jitter: Jitter = 0.0,
     straggler: Straggler = None,
-    overlap: Overlap = 0.0,
+    overlap: Overlap = None,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace (.json.gz) here")] = None,
     trace_steps: TraceSteps = None,
     trace_ranks: TraceRanks = None,

@@ -6,7 +6,8 @@ import numpy as np
 
 from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
+from lengthwise.core.one_f_one_b import UpdateParts
+from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.layer_bytes import host_bytes_per_token, layer_bytes
 from lengthwise.cost.analytic.stage_memory import (
@@ -50,6 +51,10 @@ class AnalyticCost(SeparableCost):
         self._stages = SchemeCache(self._make_stages)
         self._host_tokens = SchemeCache(partial(host_bytes_per_token, model, dtype=dtype))
         self._memory = PiecewiseLinearMemory(self._make_lines)
+
+    def update_parts(self, strategy: Strategy) -> UpdateParts:
+        """Seconds of push, optimizer and pull, each by itself."""
+        return self.mover.update_parts(strategy)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds, forward and backward, that each sequence adds to the stage it costs most."""

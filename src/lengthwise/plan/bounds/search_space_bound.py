@@ -14,6 +14,9 @@ That lets every sequence pay for its own bubble alone. But the longest, of work 
 whose bubble nobody can use: it takes N_h (1 + B_h) m device-seconds. Others may take the room that its pipeline has
 until T, at N_h w each. So T is refuted if it is for every h.
 
+Where passes hide a part of the update, u_k is what no pass can hide. What a pass hides is no longer than itself, so no
+step takes less than an update that nothing hides, either: that of the scheme where it is least.
+
 Pipelines of several stages are taken to recompute as many layers in all of their micro-batches, as those of every
 policy here do.
 
@@ -53,6 +56,7 @@ class SearchSpaceBound:
                 candidate
             )
         self._updates_s = np.array([update_s for _, _, update_s in groups])
+        self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
         self._devices = np.array([devices for devices, _, _ in groups])
         shape = len(groups), len(self._grid)
         self._device_s, self._alone_s, self._bubble_s = (np.full(shape, np.inf) for _ in range(3))
@@ -89,13 +93,14 @@ class SearchSpaceBound:
         """Seconds that the whole step takes at least, its update included."""
         levels = []
         for update_s in np.unique(self._updates_s).tolist():
-            sequences = self._sequences(priced.bounding_lengths, self._updates_s <= update_s)
+            allowed = self._updates_s <= update_s
+            sequences, whole_s = self._sequences(priced.bounding_lengths, allowed), float(self._wholes_s[allowed].min())
             if sequences.floor_s < np.inf:
-                levels.append((update_s + sequences.floor_s, update_s, sequences))
+                levels.append((max(whole_s, update_s + sequences.floor_s), update_s, whole_s, sequences))
         least_s = np.inf
-        for floor_s, update_s, sequences in sorted(levels, key=lambda level: level[:2]):
+        for floor_s, update_s, whole_s, sequences in sorted(levels, key=lambda level: level[:2]):
             if floor_s < least_s:
-                least_s = min(least_s, update_s + sequences.bound_s(least_s - update_s))
+                least_s = min(least_s, max(whole_s, update_s + sequences.bound_s(least_s - update_s)))
         return least_s
 
     def _at(self, lengths: np.ndarray) -> np.ndarray:
@@ -207,6 +212,11 @@ def _update_s(problem: PlanningProblem, candidate: Candidate) -> float:
         return 0.0
     unit = 10.0 ** (np.floor(np.log10(candidate.update_s)) + 1 - UPDATE_DIGITS)
     return float(min(candidate.update_s, np.floor(candidate.update_s / unit) * unit))
+
+
+def _whole_update_s(problem: PlanningProblem, candidate: Candidate) -> float:
+    """Seconds of an update that hides nothing under equal pipelines; 0, which bounds all, where they do not tile."""
+    return 0.0 if problem.num_devices % candidate.num_devices else candidate.whole_update_s * (1 - MARGIN)
 
 
 def _grid(longest: int) -> np.ndarray:

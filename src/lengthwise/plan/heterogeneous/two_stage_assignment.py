@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.core.pipeline_config import Strategy
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, certify, schedule
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, step_times_s
@@ -137,11 +138,12 @@ class PlacedStrategy:
         return max(self._certificate(priced, self._bounding).bound, alone_s)
 
     def planned(self, priced: PricedBatch) -> tuple[Phase, float]:
-        """The pipelines with their packs, and the seconds of their micro-batches; nothing is known of filler."""
+        """The pipelines with their packs, and the step's seconds beyond ``update_s``; nothing is known of filler."""
         phase, assignment = self.assign(priced)
-        if self._bounding == self._machines or self.problem.lattice is not None:
+        is_sum = self._bounding == self._machines and not isinstance(self.problem.cost, OverlappedCost)
+        if is_sum or self.problem.lattice is not None:
             return phase, assignment.makespan
-        return phase, step_times_s(priced, DraftPlan(phases=(phase,)))[0]
+        return phase, sum(step_times_s(priced, DraftPlan(phases=(phase,)))) - self.update_s
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""

@@ -9,7 +9,14 @@ import numpy as np
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import forwards_in, least_stages
-from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, homogeneous, uniform_scheme
+from lengthwise.core.pipeline_config import (
+    Method,
+    PipelineConfig,
+    Strategy,
+    WeightPlacement,
+    homogeneous,
+    uniform_scheme,
+)
 from lengthwise.data.size_buckets import round_down
 
 Family = tuple[int, tuple[int, ...], WeightPlacement]
@@ -67,9 +74,22 @@ class Candidate:
 
     @cached_property
     def update_s(self) -> float:
-        """Seconds of a step outside its micro-batches, under as many equal pipelines as the cluster has room for."""
+        """Seconds of a step outside its micro-batches, under as many equal pipelines as the cluster has room for.
+
+        What no pass can hide, if costs say how much passes hide.
+        """
+        return self.cost.update_s(self._equal_pipelines)
+
+    @cached_property
+    def whole_update_s(self) -> float:
+        """Seconds of :attr:`update_s` if passes hid nothing; they never hide more than they take themselves."""
+        whole_update_s = getattr(self.cost, "whole_update_s", self.cost.update_s)
+        return float(whole_update_s(self._equal_pipelines))
+
+    @property
+    def _equal_pipelines(self) -> Strategy:
         devices = self.num_cluster_devices
-        return self.cost.update_s(homogeneous(self.scheme, devices, num_idle=devices % self.num_devices))
+        return homogeneous(self.scheme, devices, num_idle=devices % self.num_devices)
 
     @cached_property
     def state_bytes(self) -> int:

@@ -1,21 +1,18 @@
-"""Draft plans: which pipelines compute which sequences, as positions in the batch; priced, then made a step plan."""
+"""Draft plans: which pipelines compute which sequences, as positions in the batch, and their price."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
-from typing import NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
-from lengthwise.core.batch import Pack
-from lengthwise.core.errors import InfeasibleError, Setting
-from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, pipeline_end_s, update_cover_s
+from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, UpdateParts, pipeline_end_s, update_cover_s
 from lengthwise.core.pipeline_config import Strategy
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
-from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.cost.overlapped import OverlappedCost, hides_updates
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.problem import PricedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,51 +146,149 @@ def pipeline_time_s(
     return pipeline_end_s(times_s, forwards, num_stages)
 
 
-def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[float]]) -> tuple[float, float]:
-    """Seconds of the slowest pipeline, and of its passes that may hide an update.
+class PhaseTime(NamedTuple):
+    """Seconds of the slowest pipeline of a phase, and of what its passes hide of an update."""
+
+    time_s: float
+    cover_s: float
+    """Of the passes of the slowest pipeline that may hide a share of the update."""
+    late_s: float
+    """By how much pulls before and pushes after make the phase longer, whichever pipeline is the last then."""
+
+
+def _phase_time(
+    priced: PricedBatch, phase: Phase, all_times_s: list[list[float]], moved_s: Sequence[float]
+) -> PhaseTime:
+    """The seconds of a phase, in which every pipeline also has ``moved_s`` of exposed pulls and pushes.
 
     Pipelines that the flow shop proves to be faster are not looked at.
     """
-    cover_s, most_s = 0.0, []
+    most_s = []
     for pipeline, times_s in zip(phase, all_times_s):
         flow_s = sum(times_s) + (pipeline.candidate.num_stages - 1) * max(times_s, default=0.0)
         most_s.append(flow_s * MIXED_RECOMPUTE if pipeline.runs else flow_s)
-    objective, slowest_s = priced.problem.objective, 0.0
+    objective, slowest_s, cover_s, end_s = priced.problem.objective, 0.0, 0.0, 0.0
     for number in sorted(range(len(phase)), key=lambda number: -most_s[number]):
-        if most_s[number] <= slowest_s and objective is Objective.FLOW_SHOP:
-            break
+        is_no_later = most_s[number] <= slowest_s and most_s[number] + moved_s[number] <= end_s
+        if is_no_later and objective is Objective.FLOW_SHOP:
+            continue
         pipeline, times_s = phase[number], all_times_s[number]
         runs = runs_of(pipeline)
-        order = list(range(len(times_s)))
-        if pipeline.candidate.num_stages > 1:
-            order = sorted(order, key=lambda k: (-times_s[k], tuple([priced.batch.ids[i] for i in pipeline.packs[k]])))
+        order = issue_order(priced, pipeline, times_s)
         ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
         time_s = pipeline_time_s(ordered_s, pipeline.candidate.num_stages, objective, forwards=forwards)
+        end_s = max(end_s, time_s + moved_s[number])
         if time_s > slowest_s:
             slowest_s, cover_s = time_s, update_cover_s(ordered_s, forwards)
-    return slowest_s, cover_s
+    return PhaseTime(slowest_s, cover_s, end_s - slowest_s)
+
+
+def issue_order(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float]) -> list[int]:
+    """The numbers of a pipeline's packs in the order of a plan's micro-batches: the longest first.
+
+    Of a pipeline of one stage, which takes as long in any order, the longest comes last where passes hide updates: the
+    last backward is longer than the first forward, and more bytes are pushed beneath it than pulled.
+    """
+    ids = priced.batch.ids
+    order = sorted(range(len(times_s)), key=lambda k: (-times_s[k], tuple([ids[i] for i in pipeline.packs[k]])))
+    is_last_longest = pipeline.candidate.num_stages == 1 and hides_updates(priced.problem.cost)
+    return [*order[1:], *order[:1]] if is_last_longest else order
+
+
+def _moved_s(
+    priced: PricedBatch,
+    phase: Phase,
+    all_times_s: list[list[float]],
+    parts: UpdateParts,
+    *,
+    is_first: bool,
+    is_last: bool,
+) -> list[float]:
+    """Seconds that each pipeline of a phase is later for pulls and pushes that its passes do not hide.
+
+    The first forward and the last backward of the first stage leave the links free where they compute: not while their
+    ranks exchange activations, nor in what a micro-batch takes before its first token, such as moving weights.
+    """
+    ends = [
+        [issue_order(priced, pipeline, times_s)[k] for k in (0, -1)] if times_s else []
+        for pipeline, times_s in zip(phase, all_times_s)
+    ]
+    runs = [runs_of(pipeline)[number] for pipeline, packs in zip(phase, ends) for number in packs]
+    lengths = [_lengths_of(priced, pipeline, number) for pipeline, packs in zip(phase, ends) for number in packs]
+    comm_s = iter(comm_times_s(runs, lengths))
+    moved_s = []
+    for pipeline, packs, times_s in zip(phase, ends, all_times_s):
+        covers_s, own = [0.0, 0.0], runs_of(pipeline)  # ranks without a micro-batch take part in what is moved
+        for end, number in enumerate(packs):
+            forward = 1 / own[number].forwards
+            computed_s = max(0.0, times_s[number] - own[number].overhead_s - next(comm_s))
+            covers_s[end] = computed_s * (1 - forward if end else forward)
+        pulled_s = parts.exposed_pull_s(covers_s[0]) if is_first else 0.0
+        moved_s.append(pulled_s + (parts.exposed_push_s(covers_s[1]) if is_last else 0.0))
+    return moved_s
+
+
+def _lengths_of(priced: PricedBatch, pipeline: PipelineDraft, number: int) -> list[int]:
+    """The lengths that one pack computes, filler left out."""
+    pack = pipeline.packs[number]
+    if pipeline.padded_to:
+        return [pipeline.padded_to[number]] * max(pipeline.rows, len(pack))
+    return [priced.batch.lengths[position] for position in pack]
+
+
+def comm_times_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds of exposed communication of packs of these lengths."""
+    comm_s = np.zeros(len(runs))
+    for candidate, mine in numbers_by_candidate(runs).items():
+        flat = np.fromiter(chain.from_iterable(lengths[number] for number in mine), dtype=np.int64)
+        starts = [0, *accumulate(len(lengths[number]) for number in mine)][:-1]
+        comm_s[mine] = np.add.reduceat(candidate.cost.comm_times_s(flat, candidate.scheme), starts)
+    each_s: list[float] = comm_s.tolist()
+    return each_s
 
 
 def step_times_s(priced: PricedBatch, draft: DraftPlan) -> tuple[float, float, float]:
     """Predicted seconds of a step's phases, of the switches between them, and of its update."""
-    return _step_times_s(priced, draft, _times_s(priced, draft))
+    return step_times_of(priced, draft, draft_times_s(priced, draft))
 
 
-def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
+def draft_times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
     """Seconds of each phase, each pipeline, each pack."""
     return [phase_times_s(priced, phase) for phase in draft.phases]
 
 
-def _step_times_s(
+def step_times_of(
     priced: PricedBatch, draft: DraftPlan, times_s: list[list[list[float]]]
 ) -> tuple[float, float, float]:
-    phases = [_phase_time_s(priced, phase, pipelines_s) for phase, pipelines_s in zip(draft.phases, times_s)]
-    phases_s, cost = sum(time_s for time_s, _ in phases), priced.problem.cost
+    """:func:`step_times_s` from the seconds that :func:`draft_times_s` gives."""
+    cost, last = priced.problem.cost, len(draft.phases) - 1
     strategies = [strategy_of(phase, priced.problem.num_devices) for phase in draft.phases]
     switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
+    parts = cost.update_parts(strategies) if hides_updates(cost) else None
+    phases = []
+    for number, (phase, all_times_s) in enumerate(zip(draft.phases, times_s)):
+        moved_s = [0.0] * len(phase)
+        if parts is not None and number in (0, last):
+            ends = {"is_first": number == 0, "is_last": number == last}
+            moved_s = _moved_s(priced, phase, all_times_s, parts, **ends)
+        phases.append(_phase_time(priced, phase, all_times_s, moved_s))
+    phases_s = sum(phase.time_s for phase in phases)
+    if parts is not None:
+        return phases_s, switch_s, sum(phase.late_s for phase in phases) + parts.rest_s
     if isinstance(cost, OverlappedCost):
-        return phases_s, switch_s, max(cost.exposed_s(strategy, phases[-1][1]) for strategy in strategies)
+        return phases_s, switch_s, cost.exposed_s(strategies, phases[-1].cover_s)
     return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
+
+
+def whole_update_s(priced: PricedBatch, draft: DraftPlan) -> float:
+    """Seconds of a step's update if nothing of it were hidden; 0 where costs hide nothing."""
+    cost = priced.problem.cost
+    strategies = [strategy_of(phase, priced.problem.num_devices) for phase in draft.phases]
+    if not isinstance(cost, OverlappedCost):
+        return 0.0
+    if cost.overlap is None:
+        return cost.update_parts(strategies).whole_s
+    return max(cost.whole_update_s(strategy) for strategy in strategies)
 
 
 def time_s(priced: PricedBatch, draft: DraftPlan) -> float:
@@ -208,108 +303,3 @@ def strategy_of(phase: Phase, num_devices: int) -> Strategy:
         ranks=tuple(pipeline.ranks for pipeline in phase),
         num_idle=num_devices - sum(len(pipeline.ranks) for pipeline in phase),
     )
-
-
-def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
-    """The plan made of a draft: priced, in issue order, checked to compute each sequence once and to fit.
-
-    Raises:
-        InfeasibleError: a pack exceeds a device's memory.
-    """
-    batch = priced.batch
-    times_s = _times_s(priced, draft)
-    phases_s, switch_s, update_s = _step_times_s(priced, draft, times_s)
-    time_s, bound_s = phases_s + switch_s + update_s, draft.lower_bound_s or update_s
-    assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
-    packs = [[_packs(priced, pipeline) for pipeline in phase] for phase in draft.phases]
-    figures = iter(_figures(priced, draft, packs, policy))
-    plan = StepPlan(
-        step=batch.step,
-        policy=policy,
-        pipelines=tuple(
-            Pipeline(
-                ranks=pipeline.ranks,
-                scheme=pipeline.candidate.scheme,
-                micro_batches=_micro_batches(pipeline, packs[number][index], times_s[number][index], figures),
-                phase=number,
-                state_bytes=pipeline.candidate.state_bytes,
-            )
-            for number, phase in enumerate(draft.phases)
-            for index, pipeline in enumerate(phase)
-        ),
-        loss_normaliser=max(1, batch.num_targets),
-        update_s=update_s,
-        switch_s=switch_s,
-        num_devices=priced.problem.num_devices,
-        time_s=time_s,
-        lower_bound_s=min(time_s, bound_s),  # sums in another order round differently
-    )
-    plan.check_covers(batch)
-    return plan
-
-
-def _packs(priced: PricedBatch, pipeline: PipelineDraft) -> list[Pack]:
-    batch = priced.batch
-    return [
-        Pack(
-            ids=tuple([batch.ids[i] for i in positions]),
-            lengths=tuple([batch.lengths[i] for i in positions]),
-            padded_to=pipeline.padded_to[number] if pipeline.padded_to else 0,
-            rows=pipeline.rows,
-            filler=filler,
-        )
-        for number, (positions, filler) in enumerate(zip(pipeline.packs, fillers(priced, pipeline)))
-    ]
-
-
-def _figures(
-    priced: PricedBatch, draft: DraftPlan, packs: list[list[list[Pack]]], policy: str
-) -> list[tuple[float, int]]:
-    """Seconds of exposed communication and peak bytes of every pack of a draft plan, checked to fit."""
-    runs = [run for phase in draft.phases for pipeline in phase for run in runs_of(pipeline)]
-    flat = [pack for phase in packs for pipeline in phase for pack in pipeline]
-    tokens = np.array([pack.num_tokens for pack in flat], dtype=np.int64)
-    comm_s, peaks = np.zeros(len(flat)), np.zeros(len(flat), dtype=np.int64)
-    for candidate, mine in numbers_by_candidate(runs).items():
-        if (longest := int(tokens[mine].max())) > candidate.max_tokens:
-            _refuse(priced.problem, candidate, flat[mine[int(tokens[mine].argmax())]], longest, policy)
-        peaks[mine] = candidate.peak_bytes(tokens[mine])
-        lengths = [flat[number].computed_lengths for number in mine]
-        each_s = candidate.cost.comm_times_s(
-            np.fromiter(chain.from_iterable(lengths), dtype=np.int64), candidate.scheme
-        )
-        comm_s[mine] = np.add.reduceat(each_s, [0, *accumulate(map(len, lengths))][:-1])
-    return list(zip(comm_s.tolist(), peaks.tolist()))
-
-
-def _micro_batches(
-    pipeline: PipelineDraft, packs: list[Pack], times_s: list[float], figures: Iterator[tuple[float, int]]
-) -> tuple[PlannedMicroBatch, ...]:
-    """The packs of a pipeline in issue order; takes one item of ``figures`` for each."""
-    scheme = pipeline.candidate.scheme
-    micro_batches = [
-        PlannedMicroBatch(
-            pack=pack,
-            time_s=time_s,
-            comm_s=min(comm_s, time_s),  # that of a unit is counted as of one sequence
-            peak_bytes=peak_bytes,
-            methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,
-            recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,
-            offload=None if run.scheme.offload == scheme.offload else run.scheme.offload,
-            tile_tokens=None if run.scheme.tile_tokens == scheme.tile_tokens else run.scheme.tile_tokens,
-            head_groups=None if run.scheme.head_groups == scheme.head_groups else run.scheme.head_groups,
-        )
-        for pack, run, time_s, (comm_s, peak_bytes) in zip(packs, runs_of(pipeline), times_s, figures)
-    ]
-    return tuple(sorted(micro_batches, key=lambda m: (-m.time_s, m.pack.ids)))
-
-
-def _refuse(problem: PlanningProblem, candidate: Candidate, pack: Pack, num_tokens: int, policy: str) -> NoReturn:
-    """Say that a pack fits under no scheme that the policy may run it as."""
-    padded = f" padded to {pack.padded_to:,} tokens ({num_tokens:,} in all)" if pack.padded_to else ""
-    smaller = f"{Setting.BATCH_SIZE} or " if problem.batch_size else ""
-    raise InfeasibleError(
-        f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
-        f"{problem.needs(candidate, num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}.",
-        what="a micro-batch", value=num_tokens, limit=candidate.max_tokens, unit="tokens",
-    )  # fmt: skip
