@@ -72,6 +72,7 @@ def test_a_state_in_host_memory_takes_nothing_of_the_device():
         assert host["optimizer"] == 0 < device["optimizer"] and host["weights"] == device["weights"]
         assert sum(host.values()) <= sum(device.values()) - 0.9 * device["optimizer"] + device["weights"]
         assert (host["gradients"] == 0) == (plan.num_devices == 1)
+        assert rows[0]["races"] == rows[1]["races"] == []
         waits = {wait["line"].partition(" in ")[2] for wait in rows[1]["synchronisations"]}
         assert waits == {"global_norm"}, "copies are waited for on other ways"
 
@@ -87,6 +88,13 @@ def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_wai
     assert 2 * copies["to the device"]["bytes"] == copies["to the host"]["bytes"]
     assert copies["to the host"]["stream"] != copies["to the device"]["stream"]
     assert {wait["line"].partition(" in ")[2] for wait in row["synchronisations"]} == {"global_norm"}
+    assert row["races"] == []
+    copied = [done for done in row["stream_order"] if done["stream"] != "kernels" and "copy" in done["kind"]]
+    assert {done["stream"]: done["kind"] for done in copied} == {
+        "stream #1": "copy to the host", "stream #2": "copy to the device",
+    }  # fmt: skip
+    awaited = {name for done in row["stream_order"] if done["stream"] == "kernels" for name in done["waits_for"]}
+    assert {"stream #1", "stream #2"} < awaited, "memory is freed once it is copied, and used once it is back"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +104,7 @@ def document():
 
 def test_collectives_of_every_rank_are_those_of_the_proven_plan(document):
     assert document["differences"] == [] and len(document["ranks"]) == 3
+    assert [row["races"] for row in document["ranks"]] == [[]] * 3
 
 
 def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):

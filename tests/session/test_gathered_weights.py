@@ -146,6 +146,7 @@ def test_a_rank_holds_the_head_in_the_loss_and_two_units_in_a_backward():
         Moment.LOSS: (2 * 80, 0, shares),
         Moment.LOSS_BACKWARD: (2 * (80 + 40), 4 * 80, shares),
         Moment.BACKWARD: (2 * (40 + 10), 4 * (40 + 80 + 80 // 2), shares),
+        Moment.EMBEDDING_BACKWARD: (2 * 50, 4 * (50 + 10 + 10 // 2), shares),
     }
     tied = replace(gather, head_units=(0, 4), unit_params=(50, 10, 10, 40, 2))
     assert tied.state_parts(2)[Moment.LOSS][:2] == (2 * 52, 0), "a tied embedding is what the loss computes with"

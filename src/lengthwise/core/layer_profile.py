@@ -51,6 +51,8 @@ class LayerRow:
     """What is there beside what layers keep in the backward of the loss; 0: not measured, as on CPUs."""
     backward_bytes: int = 0
     """And in the backward of a layer."""
+    embedding_backward_bytes: int = 0
+    """And in that of what comes before the layers, when these keep nothing any more."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -123,7 +125,7 @@ class LayerTable:
         for row in self.rows:
             spreads_s = (row.forward_spread_s, row.backward_spread_s, row.constant_spread_s)
             beside = (row.constant_bytes, row.alive_bytes, row.loss_backward_bytes, row.backward_bytes)
-            least_bytes = min(row.kept_bytes - 1, row.input_bytes, *beside)
+            least_bytes = min(row.kept_bytes - 1, row.input_bytes, row.embedding_backward_bytes, *beside)
             is_sensible = min(row.forward_s, row.backward_s) > 0 and row.constant_s >= 0 and min(spreads_s) >= 0
             if not is_sensible or least_bytes < 0 or row.degree < 1 or not row.lengths or min(row.lengths) < 1:
                 raise InputError(f"a layer takes time and keeps something; measured was {row}. Profile again")

@@ -14,7 +14,7 @@ from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.degree_fit import QuadraticSeconds, fit_degree
 from lengthwise.cost.profiled.dual_layer import MIXED_S, DualLayerCost
-from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
 from tests.cost.profiled.equations import LayerProfile
 
 CLUSTER = cluster_preset("4xcpu")
@@ -216,14 +216,22 @@ def test_where_an_allocator_was_asked_the_largest_of_three_moments_is_the_peak()
     tokens, saved = 1000, 6 * 864
     for loss_backward, recomputed, expected in ((700, 0, saved + 700), (100, 0, saved + 500), (100, 6, 6 * 64 + 1200)):
         rows = [
-            replace(row(lengths), loss_backward_bytes=loss_backward * sum(lengths), backward_bytes=300 * sum(lengths))
+            replace(
+                row(lengths),
+                loss_backward_bytes=loss_backward * sum(lengths),
+                backward_bytes=300 * sum(lengths),
+                embedding_backward_bytes=90 * sum(lengths),
+            )
             for lengths in PACKS
         ]
         cost = DualLayerCost(table(rows), cluster=CLUSTER)
         found = cost.micro_batch_bytes(tokens, scheme_of(1, recomputed)) / tokens
         assert found == pytest.approx(expected, rel=1e-3)
         first = cost._lines_of(staged(3, 3))[0]
-        assert [line.per_token for line in first.values()] == [pytest.approx(2 * (3 * 864 + 64) + 300)]
+        assert first[Moment.BACKWARD].per_token == pytest.approx(2 * (3 * 864 + 64) + 300)
+        assert first[Moment.EMBEDDING_BACKWARD].per_token == pytest.approx(3 * 864 + 64 + 90), (
+            "one has had its backward"
+        )
 
 
 def test_a_stage_whose_weights_are_gathered_for_a_step_is_priced_with_its_own_alone():

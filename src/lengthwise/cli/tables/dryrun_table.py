@@ -7,6 +7,8 @@ from lengthwise.core.wording import bytes_in_words
 from lengthwise.session.console import stdout
 
 SHOWN_KERNELS = 12
+KERNELS = "kernels"
+"""The stream on which everything is computed."""
 AS_PLANNED = ("those of the proven plan", "among the ranks of the plan")
 """What is known of collectives of this library's own models, and of those that transformers computes."""
 
@@ -62,3 +64,11 @@ def _print_rank(row: dict[str, Any]) -> None:
         )
     for wait in row["synchronisations"]:
         console.print(f"the host waits {wait['count']:,} times: {wait['line']}, {wait['reason']}", soft_wrap=True)
+    for stream in row["streams"]:
+        waits = ", ".join(f"{name} {number:,} times" for name, number in stream["waits_for"].items()) or "nothing"
+        done = ", ".join(f"{number:,} {kind}" for kind, number in stream["operations"].items())
+        of_kernels = f"{KERNELS} wait for {waits}"
+        text = of_kernels if stream["stream"] == KERNELS else f"{stream['stream']}: {done}; waits for {waits}"
+        console.print(text, soft_wrap=True)
+    for race in row["races"]:
+        console.print(f"race, {race['count']:,} times: {race['race']}", soft_wrap=True)

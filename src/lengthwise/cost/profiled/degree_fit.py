@@ -49,6 +49,7 @@ class DegreeFit:
     loss_backward: LinearBytes
     layer_backward: LinearBytes | None
     """Bytes beside the layers in the backward of one; None: not measured, M_C is there until the end."""
+    embedding_backward: LinearBytes
 
     @property
     def time_residuals(self) -> tuple[float, ...]:
@@ -81,6 +82,7 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
         rest=_line(tokens, [row.constant_bytes for row in rows]),
         alive=_line(tokens, [row.alive_bytes for row in rows]),
         loss_backward=_line(tokens, [row.loss_backward_bytes for row in rows]),
+        embedding_backward=_line(tokens, [row.embedding_backward_bytes for row in rows]),
         layer_backward=_line(tokens, backward) if all(backward) else None,
     )
 

@@ -262,10 +262,16 @@ class DualLayerCost(SeparableCost):
             is_full = part.recomputed > 0 or (part.fit.layer_backward is None and num_in_flight > 1)
             backwards.append(_sum([*saved, *of_layer, (is_full, part.fit.alive)]))
         backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
+        moments = {Moment.BACKWARD: backward}
+        if stage == 0:  # the layers of this micro-batch keep nothing any more
+            others = [(n * (num_in_flight - 1) / num_in_flight, line) for n, line in saved]
+            embedding = ((part.num_layers, part.fit.embedding_backward) for part in layers)
+            share = 1 / sum(part.num_layers for part in layers)
+            moments[Moment.EMBEDDING_BACKWARD] = _sum([*others, *((n * share, line) for n, line in embedding)])
         if stage < scheme.num_stages - 1:
-            return {Moment.BACKWARD: backward}
+            return moments
         loss_backward = _sum([*saved, *((part.rest, part.fit.loss_backward) for part in layers)])
-        return {Moment.LOSS: _sum([*saved, *rest]), Moment.LOSS_BACKWARD: loss_backward, Moment.BACKWARD: backward}
+        return {Moment.LOSS: _sum([*saved, *rest]), Moment.LOSS_BACKWARD: loss_backward, **moments}
 
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         """What layers put on the host, of the stage that puts most there."""

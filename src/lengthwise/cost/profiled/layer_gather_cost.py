@@ -17,6 +17,7 @@ class Moment(StrEnum):
     LOSS = "loss"
     LOSS_BACKWARD = "backward of the loss"
     BACKWARD = "backward of a layer"
+    EMBEDDING_BACKWARD = "backward of the embedding"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,9 @@ class LayerGatherCost:
         """Bytes per device of weights, gradients, and shares of master weights, summed gradients and two moments.
 
         In the loss a rank has what comes after the layers; in its backward also its gradients and the last layer, which
-        is on its way; in the backward of a layer that one and the next, its gradients, and those of the unit before it
-        that are being summed. The last ``num_kept`` layers and what comes after them are there all the time. Weights
-        include a share of frozen ones.
+        is on its way; in the backward of a layer (or of the embedding) that one and the next, its gradients, and those
+        of the unit before it that are being summed. The last ``num_kept`` layers and what comes after them are there
+        all the time. Weights include a share of frozen ones.
         """
         end = len(self.unit_params)
         whole_units = frozenset(range(end - num_kept - 1, end) if num_kept else ())
@@ -75,6 +76,7 @@ class LayerGatherCost:
         return {
             Moment.LOSS: self._held(whole_units | head, whole_units, (), num_devices),
             Moment.LOSS_BACKWARD: self._held(whole_units | head | last, whole_units | head, (), num_devices),
+            Moment.EMBEDDING_BACKWARD: self._held(whole_units | {0}, whole_units | {0}, {1} - whole_units, num_devices),
             Moment.BACKWARD: max(of_layers or [self._held(whole_units, whole_units, (), num_devices)], key=sum),
         }
 

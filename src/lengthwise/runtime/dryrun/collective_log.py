@@ -34,7 +34,7 @@ class IssuedCollective:
 def issued(name: str, args: tuple[Any, ...], operation: str, rank: int) -> IssuedCollective:
     """The collective that a call of torch's operator ``name`` (without its namespace) issues."""
     kind = _KINDS.get(name, name)
-    group = next((group for arg in args if (group := _group(arg)) is not None), None)
+    group = next((group for arg in args if (group := process_group(arg)) is not None), None)
     ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else ()
     tensors = [tensor for arg in args for tensor in (arg if isinstance(arg, list | tuple) else [arg])]
     sizes = [bytes_of(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
@@ -62,7 +62,8 @@ def _sent(kind: str, args: tuple[Any, ...], ranks: tuple[int, ...], rank: int, n
     return 2 * share if kind == "all_reduce" else share
 
 
-def _group(arg: Any) -> dist.ProcessGroup | None:
+def process_group(arg: Any) -> dist.ProcessGroup | None:
+    """The process group that an argument is, if it is one."""
     if isinstance(arg, dist.ProcessGroup):
         return arg
     try:

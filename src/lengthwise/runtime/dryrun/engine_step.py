@@ -191,4 +191,5 @@ def document_of(recorder: Recorder, rank: int) -> dict[str, Any]:
             {"direction": direction, "stream": stream, "bytes": num_bytes}
             for (direction, stream), num_bytes in recorder.host_copies.items()
         ],
+        **recorder.order.document,
     }

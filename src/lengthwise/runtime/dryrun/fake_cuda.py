@@ -1,5 +1,6 @@
 """What of ``torch.cuda`` a step touches, on a device that is not there. Changes torch for the whole process."""
 
+from collections.abc import Hashable
 from importlib import import_module
 from itertools import count
 from typing import Any, cast
@@ -11,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from lengthwise.runtime.comm import host_memory
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.dryrun.recorder import Recorder
+from lengthwise.runtime.dryrun.stream_order import HOST, StreamPoint
+from lengthwise.runtime.dryrun.tensor_accesses import stream_key
 
 _recorders: list[Recorder] = []
 
@@ -22,9 +25,10 @@ def install() -> None:
     cuda.Stream = cuda.streams.Stream = FakeStream
     cuda.Event = cuda.streams.Event = FakeEvent
     kernels = FakeStream()
-    cuda.current_stream = cuda.default_stream = lambda device=None: kernels
+    cuda.default_stream = lambda device=None: kernels
+    cuda.current_stream = lambda device=None: _entered[-1] if _entered else kernels
     cuda.stream = lambda stream: stream
-    cuda.synchronize = lambda device=None: _synchronise("torch.cuda.synchronize")
+    cuda.synchronize = lambda device=None: _wait_for_all()
     cuda.set_device, cuda.get_device_capability = lambda device: None, lambda device=None: (9, 0)
     cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
     cuda.reset_peak_memory_stats = lambda device=None: _recorders[-1].memory.restart_highest()
@@ -38,7 +42,8 @@ def install() -> None:
     for name in ("_fused_rms_norm", "silu_backward"):
         aten_overrides.impl(name, lambda *args: None, "CUDA")  # never called: it keeps torch from taking them apart
     _registrations.append(aten_overrides)
-    cast(Any, AsyncResult).is_done = property(_is_done)
+    transfers = cast(Any, AsyncResult)
+    transfers.__init__, transfers.wait, transfers.is_done = _begin_transfer, _wait_for_transfer, property(_is_done)
     cast(Any, host_memory).host_empty = cast(Any, host_memory).pinned_empty = _host_empty
 
 
@@ -50,7 +55,24 @@ def _is_done(transfer: AsyncResult) -> bool:
     """Whether a transfer is over, which no fake one ever is."""
     state = vars(transfer)
     state["times_asked"] = state.get("times_asked", 0) + 1
-    return state["times_asked"] > UNDER_WAY
+    is_done: bool = state["times_asked"] > UNDER_WAY
+    for point in state.get("ends", ()) if is_done else ():
+        _wait(HOST, point)
+    return is_done
+
+
+_make_transfer, _finish_transfer = AsyncResult.__init__, AsyncResult.wait
+
+
+def _begin_transfer(transfer: AsyncResult, make: Any, works: Any = (), *others: Any, **named: Any) -> None:
+    _make_transfer(transfer, make, works, *others, **named)
+    vars(transfer)["ends"] = _recorders[-1].take_unwaited() if works and _recorders else []
+
+
+def _wait_for_transfer(transfer: AsyncResult) -> Tensor:
+    for point in vars(transfer).get("ends", ()):
+        _wait(stream_key(_recorders[-1].stream), point)
+    return _finish_transfer(transfer)
 
 
 _registrations: list[Any] = []
@@ -67,7 +89,15 @@ def _synchronise(reason: str) -> None:
         _recorders[-1].synchronise(reason)
 
 
+def _wait_for_all() -> None:
+    _synchronise("torch.cuda.synchronize")
+    for recorder in _recorders:
+        recorder.order.wait_for_all(HOST)
+
+
 _stream_numbers = count()
+_entered: list["FakeStream"] = []
+"""Streams whose ``with`` is being run, the innermost last."""
 
 
 class FakeStream:
@@ -77,53 +107,78 @@ class FakeStream:
         self.cuda_stream, self.device = next(_stream_numbers), torch.device("cuda", 0)
         self._outer = 0
 
+    @property
+    def key(self) -> Hashable:
+        """What the order of streams knows it as."""
+        return stream_key(self.cuda_stream)
+
     def synchronize(self) -> None:
         """Note that the host waits."""
         _synchronise("synchronize of a stream")
+        _wait(HOST, _point_of(self))
 
     def wait_stream(self, stream: Any) -> None:
-        """Do nothing: work of one stream waits for another's, the host does not."""
+        """Note that work of this stream waits for that of another, which the host does not."""
+        _wait(self.key, _point_of(stream))
 
     def wait_event(self, event: Any) -> None:
-        """Do nothing, as :meth:`wait_stream`."""
+        """Note that work of this stream waits for an event."""
+        _wait(self.key, event.point)
 
     def record_event(self, event: Any = None) -> Any:
         """An event of this stream."""
-        return event or FakeEvent()
+        event = event or FakeEvent()
+        event.record(self)
+        return event
 
     def __enter__(self) -> "FakeStream":
+        _entered.append(self)
         if _recorders:
             self._outer, _recorders[-1].stream = _recorders[-1].stream, self.cuda_stream
         return self
 
     def __exit__(self, *error: object) -> None:
+        _entered.pop()
         if _recorders:
             _recorders[-1].stream = self._outer
 
 
 class FakeEvent:
-    """An event that has happened."""
+    """An event that knows what is over once it happens; to the host it has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        self.point: StreamPoint = StreamPoint(HOST, {})
 
     def record(self, stream: Any = None) -> None:
-        """Do nothing: the event has happened."""
+        """Let the event happen when what was issued to a stream is over."""
+        self.point = _point_of(stream or torch.cuda.current_stream())
 
     def wait(self, stream: Any = None) -> None:
-        """Do nothing: the event has happened."""
+        """Note that work of a stream waits for the event."""
+        cast(Any, stream or torch.cuda.current_stream()).wait_event(self)
 
     def query(self) -> bool:
         """Whether it has happened."""
+        _wait(HOST, self.point)
         return True
 
     def synchronize(self) -> None:
         """Note that the host waits."""
         _synchronise("synchronize of an event")
+        _wait(HOST, self.point)
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds to another event: none."""
         return 0.0
+
+
+def _point_of(stream: Any) -> StreamPoint:
+    return _recorders[-1].order.point(stream.key) if _recorders else StreamPoint(HOST, {})
+
+
+def _wait(key: Hashable, point: StreamPoint) -> None:
+    if _recorders:
+        _recorders[-1].order.wait(key, point)
 
 
 def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:

@@ -26,6 +26,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.dryrun import attention_kernels
 from lengthwise.runtime.dryrun.collective_log import IssuedCollective, issued
 from lengthwise.runtime.dryrun.device_memory import DeviceMemory, bytes_of, is_on_device
+from lengthwise.runtime.dryrun.stream_order import HOST, StreamOrder, StreamPoint
+from lengthwise.runtime.dryrun.tensor_accesses import TensorAccesses, stream_key
 
 PACKAGE = Path(__file__).parents[2]
 HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
@@ -50,6 +52,9 @@ class Recorder(TorchDispatchMode):
         """The number of the stream that is given work; 0: that of kernels."""
         self.pinned: set[int] = set()
         """Data pointers of pinned memory of the host."""
+        self.order = StreamOrder(place=line_of_code)
+        self._accesses = TensorAccesses(self.order)
+        self._unwaited: list[StreamPoint] = []
         self.restart()
 
     def restart(self) -> None:
@@ -64,6 +69,12 @@ class Recorder(TorchDispatchMode):
         self.host_copies: Counter[tuple[str, int]] = Counter()
         """Bytes of those copies and of those to pinned memory, by direction and number of the stream."""
         self.memory.restart()
+        self.order.restart()
+
+    def take_unwaited(self) -> list[StreamPoint]:
+        """Where exchanges end that were begun since the last call and not waited for at once."""
+        points, self._unwaited = self._unwaited, []
+        return points
 
     def on_host(self, shape: Tensor) -> Tensor:
         """A tensor of the host that has the shape and dtype of a meta tensor, and no numbers."""
@@ -72,6 +83,26 @@ class Recorder(TorchDispatchMode):
     def synchronise(self, reason: str) -> None:
         """Note that the host waits for the device."""
         self.synchronisations[line_of_code(), reason] += 1
+        self.order.wait(HOST, self.order.point(stream_key(self.stream)))
+
+    def _issue(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, *, on_host: bool = False) -> None:
+        """Record a kernel, or what the host computes itself, in the order of its stream."""
+        stream = HOST if on_host else stream_key(self.stream)
+        accesses = self._accesses.of_call(func, args, kwargs, out)
+        self.order.issue(stream, name, accesses, operation=self.operation)
+
+    def _exchange(self, func: Any, name: str, args: Any) -> None:
+        """Record a collective, which runs on the stream of its group when what was issued before it is over."""
+        collective = issued(name, args, self.operation, self._rank)
+        self.collectives.append(collective)
+        stream, current = self._accesses.stream_of(args, collective.ranks), stream_key(self.stream)
+        self.order.wait(stream, self.order.point(current))
+        accesses = self._accesses.of_exchange(name, args)
+        self.order.issue(stream, collective.kind, accesses, operation=self.operation, num_bytes=collective.num_bytes)
+        if self._accesses.is_async(func, args):
+            self._unwaited.append(self.order.point(stream))
+        else:
+            self.order.wait(current, self.order.point(stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -81,12 +112,16 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if not any(map(is_on_device, tensors)) and (device is None or torch.device(device).type == "cpu"):
             if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-                return self._run(func, func._schema.name.partition("::")[2], self._as_fake(list(args)), kwargs)
+                name, args = func._schema.name.partition("::")[2], self._as_fake(list(args))
+                out = self._run(func, name, args, kwargs)
+                if name not in _WITHOUT_KERNEL and not func.is_view:
+                    self._issue(func, name, args, kwargs, out, on_host=True)
+                return out
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d":
-            self.collectives.append(issued(name, args, self.operation, self._rank))
+            self._exchange(func, name, args)
             if name == "_allgather_base_":  # every rank is taken to say what this one says
                 attention_kernels.carry(args[1], args[0], copies=args[0].numel() // max(1, args[1].numel()))
             return func(*args, **kwargs)
@@ -100,6 +135,7 @@ class Recorder(TorchDispatchMode):
         if name not in _WITHOUT_KERNEL and not func.is_view:
             self.kernels[name] += 1
             self._count_flops(func, args, kwargs, out)
+            self._issue(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
             if is_on_device(tensor):
                 self.memory.allocate(tensor, f"{self.operation}, {name}")
@@ -144,12 +180,17 @@ class Recorder(TorchDispatchMode):
             if func is aten.copy_.default
             else (device is not None and torch.device(device).type == "cpu")
         )
-        if target_is_host and isinstance(args[0], FakeTensor) and func is aten.copy_.default:
+        is_async = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        if target_is_host and is_async and isinstance(args[0], FakeTensor) and func is aten.copy_.default:
             self.copies[line_of_code(), "copy to pinned memory"] += 1
             self.host_copies["to the host", self.stream] += bytes_of(source)
+            self._issue_copy("copy to the host", source, args[0])
             return args[0]
         if target_is_host:
+            self._issue_copy("copy to the host", source, None)
             self.synchronise("copy to the host")
+            if isinstance(args[0], FakeTensor) and func is aten.copy_.default:
+                return args[0]
             with unset_fake_temporarily():
                 if func is aten.copy_.default:
                     return args[0].fill_(1)
@@ -157,10 +198,11 @@ class Recorder(TorchDispatchMode):
                 if values is not None:
                     return torch.from_numpy(values.reshape(source.shape).copy())
                 return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-        if not is_on_device(source) and source.ndim:
-            waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        is_from_host, waits = not is_on_device(source) and source.ndim > 0, False
+        if is_from_host:
             is_pinned = isinstance(source, FakeTensor) or source.untyped_storage().data_ptr() in self.pinned
-            if waits or not is_pinned:
+            waits = not is_async or not is_pinned
+            if waits:
                 self.synchronise("copy of pageable memory to the device" if not is_pinned else "copy that waits")
             else:
                 self.copies[line_of_code(), "copy of pinned memory to the device"] += 1
@@ -178,7 +220,16 @@ class Recorder(TorchDispatchMode):
                 with unset_fake_temporarily():
                     attention_kernels.remember(out, source.numpy())
         self.memory.allocate(out, f"{self.operation}, copy")
+        self._issue_copy("copy to the device" if is_from_host else "copy", source, out)
+        if waits:
+            self.order.wait(HOST, self.order.point(stream_key(self.stream)))
         return out
+
+    def _issue_copy(self, kind: str, source: Tensor, target: Tensor | None) -> None:
+        self.order.issue(
+            stream_key(self.stream), kind, self._accesses.of_copy(source, target), operation=self.operation,
+            num_bytes=bytes_of(source),
+        )  # fmt: skip
 
     def _check_host_reads(self, func: Any, name: str, args: Any, tensors: list[Tensor]) -> None:
         if func in (aten._local_scalar_dense.default, aten.equal.default):

@@ -1,7 +1,7 @@
 """What layers keep for their backward, and what is there beside that at moments that may be the peak of a micro-batch.
 
-On a GPU the allocator is asked at each: in the loss, in its backward, and in the backward of a layer. A CPU has no
-allocator that knows; there it is what the forward saves, and a layer in full where one is recomputed.
+On a GPU the allocator is asked at each: in the loss, in its backward, in that of a layer and of the embedding. A CPU
+has no allocator that knows; there it is what the forward saves, and a layer in full where one is recomputed.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,13 @@ class CountedBytes(NamedTuple):
     """Beside what layers keep, in the backward of the loss; 0 on a CPU."""
     backward: int
     """Beside what layers keep, in the backward of one; 0 on a CPU."""
+    embedding_backward: int
+    """In the backward of what comes before the layers; 0 on a CPU."""
 
     @classmethod
     def none(cls) -> "CountedBytes":
         """Nothing was counted."""
-        return cls(0, 0, 0, 0, 0, 0)
+        return cls(0, 0, 0, 0, 0, 0, 0)
 
     @property
     def fields(self) -> dict[str, int]:
@@ -41,6 +43,7 @@ class CountedBytes(NamedTuple):
         return {
             "kept_bytes": self.saved, "input_bytes": self.inputs, "constant_bytes": self.constant,
             "alive_bytes": self.alive, "loss_backward_bytes": self.loss_backward, "backward_bytes": self.backward,
+            "embedding_backward_bytes": self.embedding_backward,
         }  # fmt: skip
 
 
@@ -62,7 +65,8 @@ def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> t
     backward = _beside_layers(plain, layers)
     alive = _beside_layers(recomputed, layers) - backward
     loss, loss_backward = plain.loss_bytes - saved, plain.loss_backward_bytes - saved
-    return _rounded(layer - inputs, inputs, loss, alive, loss_backward, max(1.0, backward)), trial
+    embedding = plain.embedding_backward_bytes
+    return _rounded(layer - inputs, inputs, loss, alive, loss_backward, max(1.0, backward), embedding), trial
 
 
 def _beside_layers(result: MemoryResult, layers: MeasuredLayers) -> float:
@@ -73,4 +77,4 @@ def _beside_layers(result: MemoryResult, layers: MeasuredLayers) -> float:
 
 def _rounded(saved: float, *others: float) -> CountedBytes:
     numbers: Sequence[float] = (max(1.0, saved), *others)
-    return CountedBytes(*(ceil(max(0.0, number)) for number in (*numbers, *(0.0,) * (6 - len(numbers)))))
+    return CountedBytes(*(ceil(max(0.0, number)) for number in (*numbers, *(0.0,) * (7 - len(numbers)))))

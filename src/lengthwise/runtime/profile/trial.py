@@ -62,6 +62,8 @@ class MemoryResult:
     """Its peak in the backward before the last layer's."""
     backward_bytes: tuple[int, ...] = ()
     """Its peak in the backward of each computed layer."""
+    embedding_backward_bytes: int = 0
+    """Its peak in the backward after that of the layers."""
 
 
 def group_of_degree(world: DistContext, degree: int) -> Group | None:
@@ -98,11 +100,11 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
     )
     if peaks is None:
         return result
-    layers = tuple(peaks.layers.get(layer, 0) for layer in computed)
+    layers, embedding_bytes = tuple(peaks.layers.get(layer, 0) for layer in computed), peaks.take()
     return replace(
-        result, num_bytes=max(peaks.loss_bytes, peaks.loss_backward_bytes, *layers, peaks.take()),
+        result, num_bytes=max(peaks.loss_bytes, peaks.loss_backward_bytes, *layers, embedding_bytes),
         loss_bytes=peaks.loss_bytes, loss_backward_bytes=peaks.loss_backward_bytes,
-        backward_bytes=layers if peaks.layers else (),
+        backward_bytes=layers if peaks.layers else (), embedding_backward_bytes=embedding_bytes,
     )  # fmt: skip
 
 
