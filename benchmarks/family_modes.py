@@ -2,6 +2,7 @@
 
     python benchmarks/family_modes.py                                # 2, 3 and 4 ranks
     python benchmarks/family_modes.py --classes LlamaForCausalLM --ranks 3
+    python benchmarks/family_modes.py --table benchmarks/results/family_modes.jsonl
 
 Tiny models as in :mod:`families`, in float64, all weights trained and with adapters of peft (LoRA), weights whole and
 gathered by layer. One run of :func:`lengthwise.prepare`, with its comparison, takes one step under each kind of plan:
@@ -162,12 +163,46 @@ def row_of(name: str, num_ranks: int, weights: str, is_adapted: bool) -> dict[st
     }  # fmt: skip
 
 
+def table(path: Path) -> str:
+    """The rows of a file as Markdown: classes by what plans of one stage and of several are, and on which ranks."""
+    cells: dict[str, dict[tuple[str, str], set[str]]] = {}
+    ranks: dict[str, set[int]] = {}
+    largest = 0.0
+    for row in map(json.loads, path.read_text().splitlines()):
+        ranks.setdefault(row["name"], set()).add(row["ranks"])
+        of_class = cells.setdefault(
+            row["name"], {(w, s): set() for w in ("whole", "by-layer") for s in ("one", "more")}
+        )
+        for kind, found in row["plans"].items():
+            for stages in (
+                ("one", "more") if kind in ("prepare", "all") else ("more",) if kind == "stages" else ("one",)
+            ):
+                is_said = isinstance(found, str)
+                largest = largest if is_said else max(largest, found)
+                outcome = "refused" if is_said else "exact" if found <= TOLERANCE else "wrong"
+                of_class[row["weights"], stages].add("failed" if row["outcome"] == "failed" else outcome)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, of_class in cells.items():
+        numbers = ", ".join(map(str, sorted(ranks[name])))
+        key = (numbers, *(" and ".join(sorted(outcomes)) for outcomes in of_class.values()))
+        groups.setdefault(key, []).append(name)
+    heading = "| classes | ranks | whole, one stage | whole, stages | by layer, one stage | by layer, stages |"
+    lines = [f"| {', '.join(names)} | {' | '.join(key)} |" for key, names in groups.items()]
+    return "\n".join(
+        [heading, "|" + " --- |" * 6, *lines, "", f"Largest difference: {largest:.1e} of the largest change"]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default=",".join(CLASSES), help="names, separated by commas")
     parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--out", default="", help="file of JSON lines; rows that are in it are not computed again")
+    parser.add_argument("--table", default="", help="a file of rows, to print as a table; nothing is computed")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(Path(arguments.table)))
+        return
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     sys.path.insert(0, str(Path(__file__).parents[1]))
     warnings.filterwarnings("ignore")

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
-from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
+from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError, Setting
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
@@ -74,4 +75,12 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
     reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if is_stock:
         return "dtype", f"{name} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
-    return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason})"
+    way_out = (
+        ""
+        if not isinstance(error, CheckpointError)
+        else (
+            f"; layers that change what they are given, or share state beside it, cannot be recomputed; set "
+            f"{Setting.RECOMPUTE}=none for them"
+        )
+    )
+    return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason}){way_out}"
