@@ -2,7 +2,8 @@
 
 Two runs of `lengthwise.prepare` in one process, one with compile=True, train on the same steps in turn, so that a drift
 of the machine meets both: files of Python's standard library, a token a byte, eight of them a step. Figures are medians
-over steps of the seconds of one over those of the other, without steps in which something was compiled.
+over steps of the CPU seconds that the forwards and backwards of one took over those of the other, on one thread,
+without steps in which something was compiled.
 
     python benchmarks/compile_any_model.py [--steps 16] [--models llama gpt2]
 """
@@ -13,7 +14,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -72,12 +73,12 @@ def compare(name: str, *, dropout: float, num_steps: int, folder: str) -> dict[s
     for number in range(num_steps):
         order = (0, 1) if number % 2 else (1, 0)
         for side in order:
-            run, start_s = runs[side], perf_counter()
-            step = next(steps[side])
+            run, step = runs[side], next(steps[side])
+            start_s = process_time()
             for micro_batch in step:
                 step.backward(run.model(**micro_batch.inputs).loss)
+            times_s[side].append(process_time() - start_s)
             step.update()
-            times_s[side].append(perf_counter() - start_s)
         recompiles.append(runs[1].num_recompiles)
     names = runs[1].wrapped_model.compiled.names
     for run in reversed(runs):

@@ -189,10 +189,13 @@ def _num_calls(intercept: InterceptCalls | None) -> tuple[Any, ...]:
 
 
 def _has_code(module: nn.Module) -> bool:
-    """Whether a module may have several operations: one of torch's own without parts is one kernel already."""
+    """Whether a module may have several operations that one kernel can do: not a kernel of torch, nor a projection."""
     if is_compiled(module):
         return False  # it stands for the module in it
-    return not type(module).__module__.startswith("torch.") or next(module.children(), None) is not None
+    if next(module.children(), None) is not None:
+        return True
+    num_matrices = sum(parameter.dim() > 1 for parameter in module.parameters())
+    return num_matrices != 1 and not type(module).__module__.startswith("torch.")
 
 
 def is_compiled(module: nn.Module) -> bool:
