@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
-from lengthwise.core.errors import InputError, first_line
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.world import DistContext
@@ -164,11 +164,12 @@ def _build(settings: StockSettings, device: torch.device) -> nn.Module:
         with device, initialization.no_init_weights():
             model = import_model(settings)._from_config(config, dtype=getattr(torch, settings.dtype))
             model.tie_weights()  # which building without numbers leaves out
-    except (ValueError, TypeError, OSError, AttributeError) as error:
+    except Exception as error:  # whatever a model says of a configuration
+        text = " ".join(str(error).split())
         raise InputError(
             f"{settings.architecture} of transformers {transformers.__version__} cannot be built of "
-            f"{settings.folder}/config.json ({first_line(error)}); give a folder as save_pretrained writes it"
-        ) from error
+            f"{settings.folder}/config.json ({text}); give a folder as save_pretrained writes it"
+        ) from None
     trained: nn.Module = model.train()
     return trained
 

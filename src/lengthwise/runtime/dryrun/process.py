@@ -5,13 +5,16 @@ python -m lengthwise.runtime.dryrun.process REQUEST RESULT
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, first_line
 from lengthwise.core.processes import num_cores
 from lengthwise.runtime.dryrun.shim import load_shim
 
@@ -32,13 +35,43 @@ def _run(requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     fake_cuda.install()
     work = [_work_of(request) for request in requests]
     jobs = [(number, rank) for number, request in enumerate(requests) for rank in request["ranks"]]
-    # A process a rank: what the runtime caches for a device is of one rank.
-    with get_context("fork").Pool(min(num_cores(), len(jobs)), maxtasksperchild=1) as pool:
-        pending = [(number, pool.apply_async(work[number], (rank,))) for number, rank in jobs]
+    with ThreadPoolExecutor(min(num_cores(), len(jobs))) as pool:
+        pending = [(number, pool.submit(in_own_process, work[number], rank)) for number, rank in jobs]
         rows: list[list[dict[str, Any]]] = [[] for _ in requests]
         for number, row in pending:
-            rows[number].append(row.get())
+            rows[number].append(row.result())
     return rows
+
+
+def in_own_process(work: Callable[[int], dict[str, Any]], rank: int) -> dict[str, Any]:
+    """What ``work`` returns for a rank, in a process of its own: what the runtime caches for a device is of one rank.
+
+    Raises:
+        LengthwiseError: what ``work`` raised, of any class, or that the process ended.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        try:
+            return process.submit(_with_plain_errors, work, rank).result()
+        except BrokenProcessPool:
+            raise LengthwiseError(
+                f"rank {rank}: its process ended before the step did, as where the host's memory is not enough; run "
+                "fewer ranks or a smaller model"
+            ) from None
+
+
+def _with_plain_errors(work: Callable[[int], dict[str, Any]], rank: int) -> dict[str, Any]:
+    try:
+        return work(rank)
+    except LengthwiseError:
+        raise
+    except Exception as error:  # some errors of torch cannot be sent to another process
+        frames, ours = traceback.extract_tb(error.__traceback__), str(Path(__file__).parent)
+        places = [frame for frame in frames if "/torch/" not in frame.filename and ours not in frame.filename]
+        where = f"{places[-1].filename}:{places[-1].lineno}" if places else "?"
+        raise LengthwiseError(
+            f"rank {rank}: the step cannot be run on fake tensors: {type(error).__name__} at {where}: "
+            f"{first_line(error)}"
+        ) from None
 
 
 def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
