@@ -123,3 +123,9 @@ def test_what_is_needed_is_rounded_up():
     assert needed_and_available(0.06 * GIB, 0.04 * GIB) == ("61.5 MiB", "40.9 MiB")
     assert needed_and_available(1001, 1000) == ("1.0 KiB", "0.9 KiB")
     assert needed_and_available(51, 50) == ("51 bytes", "50 bytes")
+
+
+@pytest.mark.parametrize("host_memory_gib", [-1.0, float("nan"), float("inf")])
+def test_host_memory_that_is_no_amount_is_refused(host_memory_gib):
+    with pytest.raises(InputError, match="host memory of a device must be 0 to 1,048,576 GiB"):
+        cluster_preset("1x2xH100-80GB", host_memory_gib=host_memory_gib)

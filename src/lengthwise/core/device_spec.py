@@ -18,6 +18,8 @@ CPU_CALL_S = 3e-4
 """``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
 PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second and direction of sixteen lanes."""
+MOST_HOST_GIB = 1 << 20
+"""Of a device; more is taken for a slip."""
 HOST_MEMORY_FREE = 0.1
 """Share of the host's memory that plans leave to the operating system, data loaders and checkpoints, unless asked
 otherwise."""
@@ -94,8 +96,13 @@ class DeviceSpec:
         """The device with ``memory_gib`` of the host's memory for plans.
 
         Raises:
-            InputError: no link to the host is known.
+            InputError: that is no amount of memory, or no link to the host is known.
         """
+        if not 0 <= memory_gib <= MOST_HOST_GIB:
+            raise InputError(
+                f"host memory of a device must be 0 to {MOST_HOST_GIB:,} GiB, not {memory_gib} GiB; leave it out for "
+                "nine tenths of a device's share"
+            )
         if not self.host_bytes_per_s:
             why = "its memory is the host's" if self.name == "cpu" else "describe the link with host_gbyte_per_s"
             raise InputError(

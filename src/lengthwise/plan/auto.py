@@ -11,23 +11,22 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 
 from lengthwise.core.cost import error_of
 from lengthwise.core.errors import LengthwiseError, first_line
-from lengthwise.core.pipeline_config import Method
 from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
     StrategyCounts,
     candidate_families,
+    families_of,
     placed_strategy,
 )
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
-from lengthwise.plan.heterogeneous.propose import propose
+from lengthwise.plan.heterogeneous.propose import Proposal, Proposer
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, drafts_of_step
@@ -40,6 +39,7 @@ from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
+from lengthwise.plan.space.parts import holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.shared_work import shared_work, work_shares
 
@@ -51,12 +51,14 @@ SEARCH_S, SEQUENCE_S, DEVICE_S = 0.06, 2e-4, 1e-4
 """About so many seconds a search for a step alone takes: for a pool, and for each sequence and device."""
 SEARCH_SHARE, WAITED_SHARE = 1.0, 0.1
 """The share that searching may take of the seconds that the bound leaves to gain, and where training waits for it."""
-FEW_DEVICES = 128
-"""Devices up to which strategies are proposed for the corpus of parts of the search space too."""
+VERY_FEW_DEVICES, FEW_DEVICES = 32, 128
+"""Devices up to which strategies are proposed for the corpus of all parts of the search space, and of the main ones."""
 WAITED_STRATEGIES = 2
 """How many strategies of the corpus are planned at most where training waits, the most promising first."""
-FEW_REPACKED, MOST_REPACKED, REPACK_S = 32, 4, 0.03
-"""Most sequences of a step whose fastest few plans are packed anew, how few, and about so many seconds that takes."""
+FEW_REPACKED, REPACK_S = 32, 0.03
+"""Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
+NEARLY = 1.03
+"""Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare."""
 MOST_GAIN_S = 60.0
 """Most seconds to gain that count, as where there is no plan so far."""
 
@@ -79,12 +81,13 @@ class AutoPolicy:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
         self.bound, self.runs = SearchSpaceBound(problem, self.candidates), FastestRuns(self.candidates)
         self.others = others
-        families = candidate_families(problem)
-        self.pools = pools_of_methods(families)
+        self.parts = parts_of(problem.candidates)
+        families = [families_of(problem, part) for part in holding(self.parts, problem.max_length)]
         proposed = proposals(problem, candidate_families)
         if problem.num_devices <= FEW_DEVICES:
-            one_less = pools_of_methods(families, most_without=1)[1:]
-            proposed += [proposal for pool in holding(one_less, problem) for proposal in propose(problem, pool)]
+            parts = self.parts if problem.num_devices <= VERY_FEW_DEVICES else main_parts(problem.candidates)
+            of_parts = proposals_of_parts(Proposer(problem), problem, holding(parts, problem.max_length))
+            proposed += [proposal for of_part in of_parts for proposal in of_part]
         strategy_counts = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
         strategies = [placed_strategy(problem, counts) for counts in strategy_counts]
         self.strategy_candidates = StrategyCandidates(strategies)
@@ -98,13 +101,13 @@ class AutoPolicy:
         margin = 1 + (error.of_ratios if error else 0.0)
         enough_s, is_waited_for = bound_s * (1 + ENOUGH), priced.problem.is_waited_for
         drafts = _drafted(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
-        if num_pools := _num_pools(priced, _least_s(drafts) - bound_s):
-            drafts += self._search(priced, num_pools)
-        if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_pools(priced, best_s - bound_s)):
+        if num_parts := _num_parts(priced, _least_s(drafts) - bound_s):
+            drafts += self._search(priced, num_parts, limit_s=_least_s(drafts))
+        if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
         if len(priced.lengths) <= FEW_SEQUENCES and _least_s(drafts) > bound_s * (1 + ENOUGH):
-            drafts += drafts_of_step(priced, self.candidates, self.runs)
+            drafts += drafts_of_step(priced, self.candidates, self.runs, limit_s=_least_s(drafts))
         if margin > 1:
             drafts += _drafted(self.homogeneous, priced)
         if priced.problem.lattice is not None or isinstance(priced.problem.cost, OverlappedCost):
@@ -123,24 +126,52 @@ class AutoPolicy:
         assert drafts, "some policy holds every sequence that the search space holds"
         if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
             drafts += _repacked(priced, drafts)
-        best, best_s = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
-        best, _ = self.runs.improve(priced, best, best_s)
+        drafts = self._improved(priced, drafts)
+        best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
-    def _search(self, priced: PricedBatch, num_pools: int) -> list[tuple[DraftPlan, float]]:
+    def _improved(
+        self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]
+    ) -> list[tuple[DraftPlan, float]]:
+        """The draft plans, those that are nearly the fastest with each pack as the candidate that is fastest for it."""
+        near_s = _least_s(drafts) * NEARLY
+        return [self.runs.improve(priced, *draft) if draft[1] <= near_s else draft for draft in drafts]
+
+    def _search(self, priced: PricedBatch, num_parts: int, *, limit_s: float) -> list[tuple[DraftPlan, float]]:
         """The fastest plan of strategies that are proposed for this step alone, and its seconds, if there is one.
 
-        They are proposed of the search space and of parts of it, since what is found of few methods is not always found
-        of many; of ``num_pools`` at most.
+        They are proposed of the search space and of its parts, of ``num_parts`` at most; not of those that are bounded
+        by ``limit_s``, the seconds of the fastest plan so far.
         """
         lengths = priced.lengths
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
-        strategies: dict[StrategyCounts, PlacedStrategy] = {}
-        for families in holding(self.pools[:num_pools], problem):
-            for proposal in propose(problem, families):
+        proposer, strategies = Proposer(problem, limit_s=limit_s), dict[StrategyCounts, PlacedStrategy]()
+        for proposed in proposals_of_parts(proposer, problem, holding(self.parts, problem.max_length)):
+            for proposal in proposed:
                 if proposal.counts not in strategies:
                     strategies[proposal.counts] = placed_strategy(priced.problem, proposal.counts)
+            if proposer.num_searches >= num_parts:
+                break
         return _drafted(StrategyCandidates(list(strategies.values())), priced)
+
+
+def proposals_of_parts(
+    proposer: Proposer, problem: PlanningProblem, parts: Sequence[tuple[Candidate, ...]]
+) -> Iterator[list[Proposal]]:
+    """Strategies of the search space, ``parts[0]``, and of those of its parts that do not have all of these."""
+    of_everything: list[Proposal] = []
+    for part in parts:
+        members = set(part)
+        if not of_everything or not all(members.issuperset(_members(proposal)) for proposal in of_everything):
+            proposed = proposer.propose(families_of(problem, part))
+            of_everything = of_everything or proposed
+            yield proposed
+
+
+def _members(proposal: Proposal) -> list[Candidate]:
+    """The candidates that the proposal's pipelines run packs as."""
+    families = (family for family, _ in proposal.counts if isinstance(family, CandidateFamily))
+    return [candidate for family in families for candidate in (family.pivot, *family.leaner)]
 
 
 @contextmanager
@@ -165,7 +196,7 @@ def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -
     ]
 
 
-def _num_pools(priced: PricedBatch, gain_s: float) -> int:
+def _num_parts(priced: PricedBatch, gain_s: float) -> int:
     """How many pools are worth searching for a step that may become ``gain_s`` seconds faster."""
     pool_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
     return int(_search_share(priced) * min(gain_s, MOST_GAIN_S) / pool_s)
@@ -177,9 +208,13 @@ def _search_share(priced: PricedBatch) -> float:
 
 
 def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
-    """The fastest few draft plans with their slowest pipelines packed anew, and their seconds."""
-    fastest = sorted(drafts, key=lambda draft: draft[1])[:MOST_REPACKED]
-    anew = [DraftPlan(phases=tuple([repacked(priced, phase) for phase in draft.phases])) for draft, _ in fastest]
+    """The draft plans that are nearly the fastest with their slowest pipelines packed anew, and their seconds."""
+    near_s = _least_s(drafts) * NEARLY
+    anew = [
+        DraftPlan(phases=tuple([repacked(priced, phase) for phase in draft.phases]))
+        for draft, draft_s in drafts
+        if draft_s <= near_s
+    ]
     return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
 
 
@@ -232,22 +267,3 @@ def simplest_first(draft: tuple[DraftPlan, float]) -> tuple[int, int, float]:
 def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
     """Whether neither floor nor bound of the policy, the cheaper first, shows that it takes ``limit_s`` or more."""
     return policy.floor_s(priced) < limit_s and policy.bound_s(priced) < limit_s
-
-
-def pools_of_methods(
-    families: Sequence[CandidateFamily], *, most_without: int = len(Method)
-) -> list[list[CandidateFamily]]:
-    """All families, those without one of the methods that share layers, then without two, three and so on."""
-    methods_of = {family: {m for k in (family.pivot, *family.leaner) for m in k.scheme.methods} for family in families}
-    present = [method for method in Method if any(method in methods for methods in methods_of.values())]
-    shared = [method for method in present if method is not Method.DENSE]
-    pools: dict[tuple[CandidateFamily, ...], None] = {}
-    for num_without in range(min(most_without, len(shared)) + 1):
-        for without in combinations(reversed(shared), num_without):
-            pools[tuple([family for family in families if methods_of[family].isdisjoint(without)])] = None
-    return [list(pool) for pool in pools if pool]
-
-
-def holding(pools: Sequence[list[CandidateFamily]], problem: PlanningProblem) -> list[list[CandidateFamily]]:
-    """The pools that hold the longest sequence of ``problem``."""
-    return [pool for pool in pools if max(family.max_tokens for family in pool) >= problem.max_length]

@@ -15,7 +15,7 @@ MOST_COMPARED = 1 << 18
 """Sequences on which the candidates of a family are compared; of more, some at even distances by length."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True)
 class CandidateFamily:
     """Candidates that stand in for one another pack by pack; proposals see the fastest that holds each sequence.
 
@@ -102,31 +102,51 @@ def placed_strategy(problem: PlanningProblem, counts: StrategyCounts) -> PlacedS
 
 
 def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
-    """The families of the search space; where there are several stages, the fastest and the leanest member alone.
+    """The families of the search space, as :func:`families_of` makes them."""
+    return families_of(problem, problem.candidates)
+
+
+def families_of(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[CandidateFamily]:
+    """The families of a part of the search space; where there are several stages, the fastest and the leanest alone.
 
     A family of several methods is there as a whole and with each of its methods alone: which method is faster depends
     on the length, and a ladder of all drops those that are not faster at every length.
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.
     """
-    return problem.once("candidate families", lambda: _candidate_families(problem))
-
-
-def _candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
-    lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
-    if len(lengths) > MOST_COMPARED:
-        lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
-    families: dict[tuple[Candidate, ...], CandidateFamily] = {}
-    for members in problem.families.values():
+    families_by_members: dict[tuple[Candidate, ...], list[CandidateFamily]] = problem.once(
+        "families by their members", dict
+    )
+    chosen = set(candidates)
+    families: dict[CandidateFamily, None] = {}
+    for everything in problem.families.values():
+        members = tuple([candidate for candidate in everything if candidate in chosen])
         by_method: dict[tuple[Method, ...], list[Candidate]] = {}
         for candidate in members:
             by_method.setdefault(candidate.scheme.methods, []).append(candidate)
-        for ladder in map(fastest_first, (members, *by_method.values())):
-            pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
-            is_mixed = ladder[0].num_stages == 1
-            for run_as in [ladder[pivot:]] if is_mixed else [[ladder[pivot]], [ladder[-1]]]:
-                families[tuple(run_as)] = CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
-    return list(families.values())
+        for candidates_alike in (members, *map(tuple, by_method.values())) if members else ():
+            if candidates_alike not in families_by_members:
+                families_by_members[candidates_alike] = _families_of(problem, candidates_alike)
+            families |= dict.fromkeys(families_by_members[candidates_alike])
+    return list(families)
+
+
+def _families_of(problem: PlanningProblem, members: Sequence[Candidate]) -> list[CandidateFamily]:
+    """The pivot of candidates that stand in for one another, chosen by the samples, and those that are leaner."""
+    lengths, ladder = problem.once("lengths to compare by", lambda: _compared_lengths(problem)), fastest_first(members)
+    pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
+    is_mixed = ladder[0].num_stages == 1
+    return [
+        CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
+        for run_as in ([ladder[pivot:]] if is_mixed else [[ladder[pivot]], [ladder[-1]]])
+    ]
+
+
+def _compared_lengths(problem: PlanningProblem) -> np.ndarray:
+    lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
+    if len(lengths) > MOST_COMPARED:
+        lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
+    return lengths
 
 
 def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:

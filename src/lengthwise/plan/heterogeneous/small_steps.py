@@ -20,6 +20,7 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     ProposedCandidate,
     StrategyCounts,
     candidate_families,
+    families_of,
     fastest_first,
     placed_strategy,
     tile_of,
@@ -28,9 +29,11 @@ from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
+from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.policies import Policy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.parts import holding, parts_of
 from lengthwise.plan.space.placement import placeable
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
@@ -39,7 +42,9 @@ FEW_SEQUENCES = 16
 ENOUGH = 0.01
 """Gap to the bound at which it is not."""
 MOST_PLANNED = 24
-"""Strategies of a step that `auto` plans, those of the least floors."""
+"""Strategies of a step that `auto` plans for each part of the search space, those of the least floors."""
+HARDLY = 1.02
+"""Running packs as other candidates hardly makes a plan faster than the floor of its strategy by this factor."""
 FEW_STRATEGIES = 96
 """If no more strategies than this tile the devices, all are looked at,"""
 MOST_RUNGS = 5
@@ -134,14 +139,14 @@ class SmallStepPolicy:
         if phase is not None:
             yield DraftPlan(phases=(phase,))
         if self.switches:
-            splits = SplitSearch(front_strategies(step, families), strategies, self.policy.bound)
+            splits = SplitSearch(front_strategies(step, [families]), strategies, self.policy.bound)
             split, _ = splits.best(priced, best_s)
             if split is not None:
                 yield split
 
 
 def drafts_of_step(
-    priced: PricedBatch, candidates: Sequence[Candidate], runs: FastestRuns
+    priced: PricedBatch, candidates: Sequence[Candidate], runs: FastestRuns, *, limit_s: float
 ) -> list[tuple[DraftPlan, float]]:
     """Draft plans of one phase for a step of few sequences alone, and their seconds; none where strategies are many.
 
@@ -149,17 +154,28 @@ def drafts_of_step(
         priced: the step.
         candidates: what its plan may be made of.
         runs: chooses among them, pack by pack.
+        limit_s: seconds of the fastest plan so far.
     """
     step = replace(priced.problem, samples=(priced.lengths,), max_length=int(priced.lengths.max()))
-    families = candidate_families(step)
-    counts = [*few_strategies(step, rungs(families, candidates)), *few_strategies(step, families, least_used=1)]
-    strategies = [placed_strategy(priced.problem, of) for of in dict.fromkeys(counts)]
-    bounds_s = [strategy.floor_s(priced) + strategy.update_s for strategy in strategies]
+    strategies: dict[StrategyCounts, PlacedStrategy] = {}
+    promising: dict[PlacedStrategy, float] = {}
+    for part in holding(parts_of(candidates), step.max_length):
+        families = families_of(step, part)
+        counts = [*few_strategies(step, rungs(families, part)), *few_strategies(step, families, least_used=1)]
+        for of in counts:
+            if of not in strategies:
+                strategies[of] = placed_strategy(priced.problem, of)
+        of_part = [strategies[of] for of in dict.fromkeys(counts)]
+        floors_s = [strategy.floor_s(priced) + strategy.update_s for strategy in of_part]
+        fewest = np.argsort(floors_s, kind="stable").tolist()[:MOST_PLANNED]
+        promising |= {of_part[number]: floors_s[number] for number in fewest}
     drafts = []
-    for number in np.argsort(bounds_s, kind="stable").tolist()[:MOST_PLANNED]:
-        if np.isfinite(bounds_s[number]):
-            draft = runs.of(priced, DraftPlan(phases=(strategies[number].planned(priced)[0],)))
-            drafts.append((draft, time_s(priced, draft)))
+    for strategy in sorted(promising, key=lambda strategy: promising[strategy]):
+        if promising[strategy] >= limit_s * HARDLY:
+            break
+        draft = runs.of(priced, DraftPlan(phases=(strategy.planned(priced)[0],)))
+        drafts.append((draft, time_s(priced, draft)))
+        limit_s = min(limit_s, drafts[-1][1])
     return drafts
 
 

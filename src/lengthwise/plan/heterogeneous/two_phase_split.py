@@ -17,7 +17,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, ti
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 FULL_PLANS = 2
-"""Splits planned in full per step, the most promising by estimate."""
+"""Splits planned in full per step and part of the search space, the most promising by estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,22 @@ class _Split:
 class SplitSearch:
     """Finds two-phase plans that beat what is there."""
 
-    def __init__(self, fronts: Sequence[PlacedStrategy], rest: StrategyCandidates, bound: SearchSpaceBound) -> None:
-        self.fronts, self.rest, self.bound = tuple(fronts), rest, bound
+    def __init__(
+        self, fronts: Sequence[Sequence[PlacedStrategy]], rest: StrategyCandidates, bound: SearchSpaceBound
+    ) -> None:
+        """``fronts``: what the longest sequences may run on, by part of the search space."""
+        self.fronts, self.rest, self.bound = [tuple(of_part) for of_part in fronts], rest, bound
 
     def best(self, priced: PricedBatch, limit_s: float) -> tuple[DraftPlan | None, float]:
         """The fastest two-phase plan found and its seconds, or None and ``limit_s``."""
         order = np.argsort(-priced.lengths, kind="stable")
         splits = self._estimates(priced, order, limit_s)
         best: DraftPlan | None = None
-        for split in sorted(splits, key=lambda split: split.estimate_s)[:FULL_PLANS]:
+        promising: dict[_Split, None] = {}
+        for fronts in self.fronts:
+            of_part = sorted((s for s in splits if s.front in fronts), key=lambda split: split.estimate_s)
+            promising |= dict.fromkeys(of_part[:FULL_PLANS])
+        for split in sorted(promising, key=lambda split: split.estimate_s):
             if split.estimate_s >= limit_s:
                 break
             phases = self._plan(priced, order, split)
@@ -50,7 +57,7 @@ class SplitSearch:
         """Cuts that fill a front's pipelines evenly, one sequence, then whole rounds; none whose front is too slow."""
         splits = []
         rests_s: dict[int, float] = {}
-        for front in self.fronts:
+        for front in dict.fromkeys(front for fronts in self.fronts for front in fronts):
             if priced.lengths[order[0]] > front.max_length:
                 continue
             width = front.num_pipelines
@@ -87,8 +94,23 @@ def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
     )
 
 
-def front_strategies(problem: PlanningProblem, families: Sequence[CandidateFamily]) -> list[PlacedStrategy]:
-    """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
+def front_strategies(
+    problem: PlanningProblem, parts: Sequence[Sequence[CandidateFamily]]
+) -> list[list[PlacedStrategy]]:
+    """For each part of the search space and degree that tiles the cluster in one stage, the family that computes the
+    longest sequence fastest."""
+    placed: dict[CandidateFamily, PlacedStrategy] = {}
+    fronts = []
+    for families in parts:
+        fastest = _fastest_by_devices(problem, families)
+        for size, family in fastest.items():
+            if family not in placed:
+                placed[family] = placed_strategy(problem, ((family, problem.num_devices // size),))
+        fronts.append([placed[family] for _, family in sorted(fastest.items())])
+    return fronts
+
+
+def _fastest_by_devices(problem: PlanningProblem, families: Sequence[CandidateFamily]) -> dict[int, CandidateFamily]:
     longest = np.array([problem.max_length])
     best: dict[int, CandidateFamily] = {}
     for family in families:
@@ -97,4 +119,4 @@ def front_strategies(problem: PlanningProblem, families: Sequence[CandidateFamil
         fastest = best.get(family.num_devices)
         if fastest is None or family.times_s(longest)[0] < fastest.times_s(longest)[0]:
             best[family.num_devices] = family
-    return [placed_strategy(problem, ((family, problem.num_devices // size),)) for size, family in sorted(best.items())]
+    return best

@@ -6,14 +6,15 @@ and feed-forwards keep theirs alone. A scheme joins the search space if it is th
 that others of the family do not hold without recompute; so the space grows only where something is gained.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain, product
 
 import numpy as np
 
 from lengthwise.core.cost import CostModel
-from lengthwise.core.pipeline_config import PipelineConfig, spread
+from lengthwise.core.pipeline_config import Method, PipelineConfig, spread
 from lengthwise.plan.space.candidate import Candidate, make_candidates
 
 TILE_TOKENS = 4096
@@ -22,6 +23,8 @@ COMPARED_LENGTHS = 12
 """Lengths, up to the longest sequence, at which schemes are compared."""
 PAYS = 0.01
 """Share of its time that a scheme has to save at some length."""
+RECOMPUTED = (frozenset({0.0, 1.0}), frozenset({0.0}), frozenset({1.0}))
+"""Shares of layers recomputed where any may be, where none may be, and where all are."""
 
 
 class OffloadMode(StrEnum):
@@ -39,6 +42,14 @@ class Rung:
     recomputed: float
     offloaded: float
     is_tiled: bool = False
+
+    def is_possible(self, shares: frozenset[float], has_host: bool, has_tiles: bool) -> bool:
+        """Whether this rung is allowed, where all layers have to be recomputed, or none has, if that is asked for."""
+        return (
+            (has_host or not self.offloaded)
+            and (has_tiles or not self.is_tiled)
+            and (len(shares) > 1 or self.recomputed in shares)
+        )
 
     def of(self, scheme: PipelineConfig, *, tile_tokens: int) -> PipelineConfig:
         """``scheme`` with this rung's layers recomputed and offloaded."""
@@ -88,6 +99,9 @@ def ladder_candidates(
 ) -> tuple[Candidate, ...]:
     """What joins ``candidates``, which were made of ``schemes``.
 
+    What joins a family depends on no other of its degree or more, stages or more, or method, and what would join it
+    under less recompute, without a host or without tiles joins it too: a larger search space has what a smaller has.
+
     Args:
         schemes: the search space without offload and tiles; those that hold nothing included.
         candidates: those that hold something.
@@ -99,36 +113,61 @@ def ladder_candidates(
         tile_tokens: of a feed-forward's tile; 0: no tiles.
         recomputed: the share of layers that every scheme recomputes; None: any.
     """
-    needs_longer = max((candidate.max_tokens for candidate in candidates), default=0) < max_length
-    if not needs_longer and not has_host:
-        return ()
     families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
     for scheme in schemes:
         families.setdefault(_family(scheme), (scheme, []))
     for candidate in candidates:
         families[_family(candidate.scheme)][1].append(candidate)
+    asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
+    made: dict[PipelineConfig, tuple[Candidate, ...]] = {}
 
-    def is_possible(rung: Rung) -> bool:
-        is_asked = recomputed is None or rung.recomputed == recomputed
-        return is_asked and (has_host or not rung.offloaded) and (tile_tokens > 0 or not rung.is_tiled)
+    def make(scheme: PipelineConfig) -> tuple[Candidate, ...]:
+        if scheme not in made:
+            made[scheme] = make_candidates([scheme], cost, num_devices=num_devices, token_limit=token_limit)
+        return made[scheme]
 
-    added: list[Candidate] = []
+    added: dict[Candidate, None] = {}
     for scheme, members in families.values():
-        fastest = _Fastest(members, max_length, needs_longer=needs_longer)
-        for rungs in (FASTER, MIXED, LEANER if needs_longer else ()):
-            if fastest.needs_no_recompute:
-                break
-            made = make_candidates(
-                [rung.of(scheme, tile_tokens=tile_tokens) for rung in filter(is_possible, rungs)],
-                cost,
-                num_devices=num_devices,
-                token_limit=token_limit,
+        smaller = [candidate for candidate in candidates if _is_within(candidate.scheme, scheme)]
+        for shares, hosts, tiles in product(asked, {has_host, False}, {tile_tokens, 0}):
+            is_any = len(shares) > 1
+            of_shares = [candidate for candidate in members if is_any or _share(candidate.scheme) in shares]
+            within = [candidate for candidate in smaller if is_any or _share(candidate.scheme) in shares]
+            needs_longer = max((candidate.max_tokens for candidate in within), default=0) < max_length
+            if not hosts and not (tiles and needs_longer):
+                continue
+            fastest = _Fastest(of_shares, max_length, needs_longer=needs_longer)
+            rounds = [
+                [rung.of(scheme, tile_tokens=tiles) for rung in rungs if rung.is_possible(shares, hosts, tiles > 0)]
+                for rungs in (FASTER, MIXED, LEANER if needs_longer else ())
+            ]
+            added |= dict.fromkeys(
+                _paying(fastest, [chain.from_iterable(map(make, schemes)) for schemes in rounds if schemes])
             )
-            pays = [candidate for candidate in made if fastest.add(candidate)]
-            added += pays
-            if not pays and not needs_longer:
-                break
     return tuple(added)
+
+
+def _paying(fastest: "_Fastest", rounds: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:
+    """The candidates that pay beside those before them, round after round while any does."""
+    for candidates in rounds:
+        if fastest.needs_no_recompute:
+            return
+        pays = [candidate for candidate in candidates if fastest.add(candidate)]
+        yield from pays
+        if not pays and not fastest.needs_longer:
+            return
+
+
+def _share(scheme: PipelineConfig) -> float:
+    return scheme.num_recomputed / scheme.num_layers
+
+
+def _is_within(scheme: PipelineConfig, other: PipelineConfig) -> bool:
+    """Whether every search space of ``other``'s degree, stages and method has ``scheme``."""
+    methods = {*other.methods, Method.DENSE}
+    return (
+        scheme.degree <= other.degree and scheme.num_stages <= other.num_stages and methods.issuperset(scheme.methods)
+    )
 
 
 def _family(scheme: PipelineConfig) -> object:
@@ -144,7 +183,7 @@ class _Fastest:
         self._times_s = np.full(len(self._lengths), np.inf)
         for candidate in candidates:
             np.minimum(self._times_s, self._times_of(candidate), out=self._times_s)
-        self._needs_longer = needs_longer
+        self.needs_longer = needs_longer
         self._max_tokens = max((candidate.max_tokens for candidate in candidates), default=0)
         plain = [candidate.max_tokens for candidate in candidates if not any(candidate.scheme.recompute)]
         self.needs_no_recompute = max(plain, default=0) >= max_length
@@ -160,7 +199,7 @@ class _Fastest:
         """
         times_s = self._times_of(candidate)
         pays = bool((times_s < (1 - PAYS) * self._times_s).any())
-        if self._needs_longer and self._max_tokens < candidate.max_tokens:
+        if self.needs_longer and self._max_tokens < candidate.max_tokens:
             pays = True
         if pays:
             np.minimum(self._times_s, times_s, out=self._times_s)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
-from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
+from lengthwise.plan.heterogeneous.propose.choose import OPTIMISM, StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
+from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
 from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
@@ -21,7 +22,7 @@ from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.uniform.tune import tuning_batches
 
-__all__ = ["Proposal", "propose", "reduce_candidates"]
+__all__ = ["Proposal", "Proposer", "propose", "reduce_candidates"]
 
 FEW_SAMPLES = 8
 """Fewer samples than this are searched and checked on alike."""
@@ -68,50 +69,106 @@ def propose(
         max_strategies: most strategies, at least 3.
         effort: local searches, each for what complements those before.
     """
-    candidates = candidates or problem.candidates
-    samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
-    limit = max(candidate.max_tokens for candidate in candidates)
-    samples = [np.minimum(sample, limit) for sample in samples]
-    holding = min(limit, max(problem.max_length, *(int(sample.max()) for sample in samples)))
-    for used in fillable(candidates, problem.num_devices, holding=holding):
-        part = problem if used == problem.num_devices else replace(problem, num_devices=used)
-        if proposed := _propose(
-            part, candidates, samples, holding=holding, max_strategies=max_strategies, effort=effort
-        ):
-            return proposed
-    raise AssertionError("equal pipelines fill the last number of devices")
+    return Proposer(problem).propose(candidates or problem.candidates, max_strategies=max_strategies, effort=effort)
 
 
-def _propose(
-    problem: PlanningProblem,
-    candidates: Sequence[ProposedCandidate],
-    samples: Sequence[np.ndarray],
-    *,
-    holding: int,
-    max_strategies: int,
-    effort: int,
-) -> list[Proposal]:
-    """Strategies that fill all devices of ``problem``; none where no mix does."""
-    seen, unseen = _split(samples, problem.num_devices)
-    equal = likely_equal(problem, candidates, samples, holding=holding)
-    candidates = reduce_candidates(candidates, np.append(np.concatenate(samples), holding), keep=equal)
-    workload = make_workload(problem, candidates, samples)
-    tiler = Tiler(workload, problem.devices_per_node)
-    search = Search(Estimator(workload, problem.objective), tiler, seen)
-    starts = make_starts(workload.part(seen), tiler, holding=holding)
-    reached = _search(search, starts, holding=holding, effort=effort)
-    if not reached:
-        return []
-    contest = StrategyComparison(problem, search, samples, unseen)
+class Proposer:
+    """Proposes strategies of one part of a search space after another: steps are planned under each strategy once."""
+
+    def __init__(self, problem: PlanningProblem, *, limit_s: float = np.inf) -> None:
+        """For the samples of ``problem``, of which no plan is of use that takes ``limit_s`` or longer."""
+        self.problem, self.limit_s = problem, limit_s
+        self.samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
+        self.num_searches = 0
+        self._planned: dict[tuple[int, int], PlannedSteps] = {}
+        self._searched: dict[tuple[object, ...], list[Proposal]] = {}
+
+    def propose(
+        self, candidates: Sequence[ProposedCandidate], *, max_strategies: int = 8, effort: int = 4
+    ) -> list[Proposal]:
+        """What :func:`propose` answers for ``candidates``; nothing where a bound says that all of it would be slower.
+
+        Slower, that is, on each of the steps that are planned, than something that was planned for another part.
+        """
+        limit = max(candidate.max_tokens for candidate in candidates)
+        samples = [np.minimum(sample, limit) for sample in self.samples]
+        holding = min(limit, max(self.problem.max_length, *(int(sample.max()) for sample in samples)))
+        for used in fillable(candidates, self.problem.num_devices, holding=holding):
+            part = self.problem if used == self.problem.num_devices else replace(self.problem, num_devices=used)
+            proposed = self._propose(
+                part, candidates, samples, holding=holding, max_strategies=max_strategies, effort=effort
+            )
+            if proposed is not None:
+                return proposed
+        raise AssertionError("equal pipelines fill the last number of devices")
+
+    def _propose(
+        self,
+        problem: PlanningProblem,
+        candidates: Sequence[ProposedCandidate],
+        samples: Sequence[np.ndarray],
+        *,
+        holding: int,
+        max_strategies: int,
+        effort: int,
+    ) -> list[Proposal] | None:
+        """Strategies that fill all devices of ``problem``; None where no mix does."""
+        equal = likely_equal(problem, candidates, samples, holding=holding)
+        candidates = reduce_candidates(candidates, np.append(np.concatenate(samples), holding), keep=equal)
+        key = (problem.num_devices, holding, max_strategies, effort, *candidates)
+        if key in self._searched:
+            return self._searched[key]
+        seen, unseen = _split(samples, problem.num_devices)
+        workload = make_workload(problem, candidates, samples)
+        planned = self._steps(problem, samples, unseen, holding)
+        limits_s = np.minimum(planned.fastest_s, self.limit_s)
+        if (workload.floors_s()[unseen] + workload.update_s.min() >= limits_s).all():
+            return []
+        self.num_searches += 1
+        tiler = Tiler(workload, problem.devices_per_node)
+        search = Search(Estimator(workload, problem.objective), tiler, seen)
+        starts = make_starts(workload.part(seen), tiler, holding=holding)
+        reached = _search(search, starts, holding=holding, effort=min(1, effort))
+        if not reached:
+            return None
+        if (search.fastest_s[unseen] * OPTIMISM >= limits_s).all():
+            return []
+        reached = _complemented(search, reached, effort=effort)
+        self._searched[key] = [
+            Proposal(counts=strategy_of(candidates, counts), mean_s=mean_s)
+            for counts, mean_s in _chosen(
+                StrategyComparison(search, planned, unseen),
+                starts,
+                [*reached, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]],
+                max_steps=min(
+                    FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples))
+                ),
+                max_strategies=max_strategies,
+            )
+        ]
+        return self._searched[key]
+
+    def _steps(
+        self, problem: PlanningProblem, samples: Sequence[np.ndarray], steps: Sequence[int], holding: int
+    ) -> PlannedSteps:
+        """The steps that strategies are compared on, cut to what the candidates hold."""
+        key = problem.num_devices, min(holding, max(int(sample.max()) for sample in samples))
+        if key not in self._planned:
+            self._planned[key] = PlannedSteps(problem, [samples[step] for step in steps])
+        return self._planned[key]
+
+
+def _chosen(
+    contest: StrategyComparison, starts: Starts, reached: Sequence[Counts], *, max_steps: int, max_strategies: int
+) -> list[tuple[Counts, float]]:
+    """What is fastest after planning, of what was ``reached`` and of what that has to beat, and the mean seconds."""
     always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(reached[:1])]
     contest.beat(starts.published)
     always += [counts for counts in starts.published if counts in contest.times_s]
-    max_steps = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
-    contest.enter([*reached, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=max_steps)
-    chosen = contest.choose(
+    contest.enter(reached, steps=max_steps)
+    return contest.choose(
         [counts for counts in dict.fromkeys(always) if counts is not None], max_strategies=max_strategies
     )
-    return [Proposal(counts=strategy_of(candidates, counts), mean_s=mean_s) for counts, mean_s in chosen]
 
 
 def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:
@@ -130,7 +187,7 @@ def _mean_size(samples: Sequence[np.ndarray]) -> float:
 
 
 def _search(search: Search, starts: Starts, *, holding: int, effort: int) -> list[Counts]:
-    """The best strategy found that holds ``holding`` tokens, if any, and others that complement those before them."""
+    """The best strategy found that holds ``holding`` tokens, if any; searched for if there is any ``effort``."""
     everything = (*starts.homogeneous, *starts.published, *starts.others)
     search.estimate(everything)
     if not search.ranked(holding=holding):
@@ -139,13 +196,17 @@ def _search(search: Search, starts: Starts, *, holding: int, effort: int) -> lis
     ranked = search.ranked(holding=holding)
     if not ranked:
         return []
-    best_counts = [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
-    limits_s = search.times_s[best_counts[0]]
+    return [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
+
+
+def _complemented(search: Search, reached: Sequence[Counts], *, effort: int) -> list[Counts]:
+    """``reached``, and others that complement those before them: ``effort`` in all at most."""
+    best_counts, limits_s = list(reached), search.times_s[reached[0]]
     for _ in range(effort - 1):
         start = search.ranked(limits_s)[0]
-        reached = search.climb(start, limits_s)
-        if search.mean_s(reached, limits_s) > float(limits_s[np.array(search.seen)].mean()) * (1 - ENOUGH):
+        reached_next = search.climb(start, limits_s)
+        if search.mean_s(reached_next, limits_s) > float(limits_s[np.array(search.seen)].mean()) * (1 - ENOUGH):
             break
-        limits_s = np.minimum(limits_s, search.times_s[reached])
-        best_counts.append(reached)
+        limits_s = np.minimum(limits_s, search.times_s[reached_next])
+        best_counts.append(reached_next)
     return best_counts

@@ -8,7 +8,6 @@ import numpy as np
 from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.tiling import Counts, strategy_of
-from lengthwise.plan.space.problem import PlanningProblem
 
 OPTIMISM = 0.94
 """Plans are hardly faster than this factor of their estimate; a strategy that would still not help is not planned."""
@@ -19,14 +18,13 @@ WORTH = 2e-3
 class StrategyComparison:
     """Strategies planned on some steps."""
 
-    def __init__(
-        self, problem: PlanningProblem, search: Search, samples: Sequence[np.ndarray], steps: Sequence[int]
-    ) -> None:
+    def __init__(self, search: Search, planned: PlannedSteps, steps: Sequence[int]) -> None:
+        """``planned``: the samples of numbers ``steps``."""
         self.times_s: dict[Counts, np.ndarray] = {}
         """[S] planned seconds of each step under each strategy that was planned; inf where it does not fit."""
         self._search = search
         self._steps = np.array(steps)
-        self._planned = PlannedSteps(problem, [samples[step] for step in steps])
+        self._planned = planned
         self._candidates = search.tiler.workload.candidates
 
     @property

@@ -19,10 +19,11 @@ def pack_tokens_of(candidate: ProposedCandidate) -> int:
 
 
 class PlannedSteps:
-    """Some steps, planned under one strategy after another."""
+    """Some steps, planned under one strategy after another, each once."""
 
     def __init__(self, problem: PlanningProblem, steps: Sequence[np.ndarray]) -> None:
         self.problem = problem
+        self._under: dict[frozenset[tuple[ProposedCandidate, int]], PlannedStrategy] = {}
         self._priced = [
             PricedBatch(
                 problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()))
@@ -32,8 +33,20 @@ class PlannedSteps:
 
     def under(self, strategy: Sequence[tuple[ProposedCandidate, int]]) -> "PlannedStrategy":
         """The steps under one strategy."""
-        tiles = [tile_of(candidate, count) for candidate, count in strategy]
-        return PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
+        key = frozenset(strategy)
+        if key not in self._under:
+            tiles = [tile_of(candidate, count) for candidate, count in strategy]
+            self._under[key] = PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
+        return self._under[key]
+
+    @property
+    def fastest_s(self) -> np.ndarray:
+        """[S] seconds of each step under the fastest of the strategies that it was planned under; inf: none."""
+        fastest_s = np.full(len(self._priced), np.inf)
+        for planned in self._under.values():
+            for step, time_s in planned.times_s.items():
+                fastest_s[step] = min(fastest_s[step], time_s)
+        return fastest_s
 
 
 class PlannedStrategy:
@@ -42,6 +55,8 @@ class PlannedStrategy:
     def __init__(self, placed: PlacedStrategy, priced: Sequence[PricedBatch]) -> None:
         self._placed = placed
         self._priced = priced
+        self.times_s: dict[int, float] = {}
+        """Seconds of the steps that were planned."""
 
     @property
     def update_s(self) -> float:
@@ -54,6 +69,11 @@ class PlannedStrategy:
 
     def time_s(self, step: int) -> float:
         """Seconds of a step, its update included; inf where a sequence fits nowhere."""
+        if step not in self.times_s:
+            self.times_s[step] = self._time_s(step)
+        return self.times_s[step]
+
+    def _time_s(self, step: int) -> float:
         priced = self._priced[step]
         if priced.lengths.max() > self._placed.max_length:
             return np.inf

@@ -31,6 +31,12 @@ class Search:
         places = np.linspace(0, len(order) - 1, min(SCREENED_STEPS, len(order))).round().astype(np.int64)
         self._screened = order[places]
 
+    @property
+    def fastest_s(self) -> np.ndarray:
+        """[S] seconds of every step under the strategy that is fastest for it, by estimates."""
+        fastest_s: np.ndarray = np.min(list(self.times_s.values()), axis=0)
+        return fastest_s
+
     def estimate(self, strategies: Iterable[Counts]) -> None:
         """Estimate those strategies on all steps that are new and can be placed."""
         new = [s for s in dict.fromkeys(strategies) if s not in self.times_s and self.tiler.is_placeable(s)]
