@@ -80,7 +80,7 @@ BAD_PAIRS = {
     "item 1 of rank 0 has 62 tokens, over 60": [
         [pairs(1)[0], tuple(sequence(np.random.default_rng(0), 31) for _ in range(2))], [pairs(1)[0]],
     ],
-    "item 0 has 3 members and item 0 of the corpus has 2": [[], [(GOOD, GOOD, GOOD)]],
+    "item 0 is a single sequence, and item 0 of the corpus is a unit": [[], [GOOD]],
     "margin of member 1 of item 0 is -inf at token 0": [[(GOOD, GOOD | {"margin": -np.inf})], []],
 }  # fmt: skip
 

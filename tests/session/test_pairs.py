@@ -113,7 +113,7 @@ def test_members_are_sequences_of_their_own_and_units_are_planned_whole():
     items = pairs()
     members = [member for unit in items for member in unit]
     found = read_sequences(items)
-    assert found.num_members == 2
+    assert found.units.num_members == 2
     assert found.lengths.lengths.tolist() == [sum(len(member["input_ids"]) for member in unit) for unit in items]
     assert found.computed_lengths.lengths.tolist() == [len(member["input_ids"]) for member in members]
     for number, member in enumerate(members):
@@ -137,7 +137,7 @@ def test_films_may_be_members():
 
 
 def test_padding_of_units_is_computed_at_the_end_of_their_pack():
-    units = Units(num_members=2, lengths=np.array([3, 1, 2, 2]))
+    units = Units(offsets=np.array([0, 2, 4]), lengths=np.array([3, 1, 2, 2]))
     assert units.members(Pack(ids=(1, 0), lengths=(4, 4), padded_to=6)) == Pack(
         ids=(2, 3, 0, 1), lengths=(2, 2, 3, 1), filler=4
     )
@@ -148,9 +148,8 @@ def row(length, **columns):
 
 
 REFUSED = {
-    "of other numbers": ([(row(3), row(2)), (row(3),)], {}, "item 1 is a unit of 1 member, and item 0 is a unit of 2"),
-    "and single ones": ([(row(3), row(2)), row(3)], {}, "item 1 is a single sequence, and item 0 is a unit of 2"),
-    "beside single ones": ([row(3), [row(3), row(2)]], {}, "item 1 is a unit of 2 members, and item 0 is a single"),
+    "and single ones": ([(row(3), row(2)), row(3)], {}, "item 1 is a single sequence, and item 0 is a unit; where"),
+    "beside single ones": ([row(3), [row(3), row(2)]], {}, "item 1 is a unit, and item 0 is a single sequence"),
     "empty": ([()], {}, "item 0 is empty; leave items without tokens out"),
     "of a member without tokens": ([(row(3), row(0))], {}, "input_ids of member 1 of item 0 is empty"),
     "of rows": ([([1, 2], [3, 4, 5])], {}, r"item 0 is a tuple of 2 rows.*are a tuple of dictionaries"),
@@ -166,7 +165,7 @@ REFUSED = {
     "packed before": (
         [(row(3), row(4, position_ids=[0, 1, 0, 1]))], {}, "member 1 of item 0 holds 2 sequences packed into one row"
     ),
-    "cut": ([(row(3), row(2))], {"max_length": 4, "over_length": "truncate"}, "items are units of 2, which are not cu"),
+    "cut": ([(row(3), row(2))], {"max_length": 4, "over_length": "truncate"}, "items are units, which are not cut"),
     "too long": (
         [(row(3), row(2)), (row(4), row(3))], {"max_length": 6}, "item 1, a unit of 2, has 7 tokens in all, over max_l"
     ),

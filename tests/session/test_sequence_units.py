@@ -7,7 +7,7 @@ import torch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.session.item_values import ItemRow
-from lengthwise.session.sequence_units import check_as_many, joined, members_of, units_named
+from lengthwise.session.sequence_units import check_all_units, joined, members_of, units_named
 
 MEMBER = {"input_ids": [1, 2]}
 
@@ -62,7 +62,7 @@ def test_members_are_joined_end_to_end_with_all_their_columns():
     unit = joined("item 0", [first, second])
     assert unit.tokens.tolist() == [1, 2, 7] and unit.labels.tolist() == [3, 4, 8]
     assert unit.special.tolist() == [True, False, False] and unit.passed["types"].tolist() == [5, 6, 9]
-    assert unit.bounds == (0, 2, 3) and unit.num_members == 2
+    assert unit.bounds == (0, 2, 3) and unit.is_unit
     assert joined("item 0", [second]).bounds == (0, 1)
     plain = joined("item 0", [row(1), row(2, 3), row(4)])
     assert plain.labels is None and plain.special is None and not plain.passed and plain.bounds == (0, 1, 3, 4)
@@ -87,16 +87,13 @@ def test_members_that_differ_are_named(members, said):
         joined("item 0", members)
 
 
-def test_all_items_have_as_many_members():
-    for same in (None, 1, 3):
-        check_as_many(5, same, same)
-    for number, first, said in (
-        (None, 2, "item 5 is a single sequence, and item 0 is a unit of 2 members;"),
-        (1, None, "item 5 is a unit of 1 member, and item 0 is a single sequence;"),
-        (3, 1, "item 5 is a unit of 3 members, and item 0 is a unit of 1 member;"),
-    ):
-        with pytest.raises(InputError, match=said):
-            check_as_many(5, number, first)
+def test_all_items_are_units_or_none():
+    for same in (False, True):
+        check_all_units(5, same, same)
+    with pytest.raises(InputError, match=r"item 5 is a single sequence, and item 0 is a unit; .* a tuple \(item,\)"):
+        check_all_units(5, False, True)
+    with pytest.raises(InputError, match="item 5 is a unit, and item 0 is a single sequence"):
+        check_all_units(5, True, False)
 
 
 def test_a_unit_that_fits_nowhere_is_said_to_be_one():
@@ -106,6 +103,6 @@ def test_a_unit_that_fits_nowhere_is_said_to_be_one():
     assert plain.value is error
     with (
         pytest.raises(InfeasibleError, match=r"^sequence 7 .* over_length=drop\. Items are units of 2 seq"),
-        units_named(Units(num_members=2, lengths=np.array([1, 1]))),
+        units_named(Units(offsets=np.array([0, 2]), lengths=np.array([1, 1]))),
     ):
         raise error

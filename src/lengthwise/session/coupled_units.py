@@ -1,16 +1,15 @@
 """Runs whose loss couples sequences: members of units as sequences of their own, and which forwards keep graphs."""
 
 from functools import partial
+from math import ceil
 from typing import Any
-
-import numpy as np
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.plan.kept_forwards import kept_forwards
-from lengthwise.runtime.loop.coupled_values import Coupling
+from lengthwise.runtime.loop.coupled_values import Coupling, sizes_problem
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.unit_members import Units
@@ -23,12 +22,10 @@ class MembersApart:
         self._stream, self._units = stream, units
 
     def __next__(self) -> GlobalBatch:
-        batch, size = next(self._stream), self._units.num_members
-        numbers = (np.asarray(batch.ids)[:, None] * size + np.arange(size)).reshape(-1)
+        batch = next(self._stream)
+        numbers = self._units.ids(batch.ids)
         lengths = self._units.lengths[numbers].tolist()
-        return GlobalBatch(
-            step=batch.step, ids=tuple(numbers.tolist()), lengths=tuple(lengths), objective=batch.objective
-        )
+        return GlobalBatch(step=batch.step, ids=tuple(numbers), lengths=tuple(lengths), objective=batch.objective)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the stream of units."""
@@ -55,7 +52,7 @@ def with_members_planned(
     if units is None or not units.are_split:
         return options, lengths
     if options.sequences_per_step is not None:
-        count = options.sequences_per_step * units.num_members
+        count = ceil(options.sequences_per_step * len(units.lengths) / (len(units.offsets) - 1))
         options = options.model_copy(update={"sequences_per_step": count})
     if options.step_max_length is None:
         options = options.model_copy(update={"step_max_length": int(units.lengths.max())})
@@ -73,6 +70,8 @@ def check_can_couple(prepared: PreparedModel, options: PrepareOptions) -> None:
         problem = "form_batches=True forms batches of whole units, and their members are planned one by one"
     if problem:
         raise InputError(f"coupled_loss=: {problem}; leave one of the two out")
+    if problem := sizes_problem(options.coupled_loss, units):
+        raise InputError(problem)
 
 
 def coupling_of(options: PrepareOptions, memory_bytes: int) -> Coupling | None:

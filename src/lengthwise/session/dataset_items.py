@@ -17,7 +17,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
-from lengthwise.session.sequence_units import check_as_many, shared_tree
+from lengthwise.session.sequence_units import check_all_units, shared_tree
 
 _log = logging.getLogger("lengthwise")
 
@@ -47,8 +47,8 @@ class DatasetItems:
     largest_label: tuple[int, int] | None = None
     """The largest label that is predicted, and its item; None: items are no token ids."""
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
-    num_members: int | None = None
-    """Sequences of every item, where items are units; None: they are not."""
+    offsets: np.ndarray | None = None
+    """[units + 1] the first sequence of each item and their number, where items are units; None: they are not."""
     num_slots: np.ndarray | None = None
     """Slots of every unit with what its sequences share once, where they share it."""
     attention_lengths: np.ndarray | None = None
@@ -110,8 +110,9 @@ class _Scan:
     num_targets: int = 0
     used: frozenset[str] | None = None
     """Of the first item."""
-    num_members: int | None = None
+    has_units: bool = False
     """The same."""
+    offsets: list[int] = field(default_factory=lambda: [0])
     num_slots: list[int] = field(default_factory=list)
     attention_lengths: list[int] = field(default_factory=list)
     kinds: DistinctSlots = field(default_factory=DistinctSlots)
@@ -121,7 +122,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
     """The sequences of all items, each of which is read once; ``say`` is told how far that is.
 
     Raises:
-        InputError: an item cannot be used, or others have other columns or another number of members.
+        InputError: an item cannot be used, or others have other columns, or some are units and others are not.
     """
     count = _number_of(corpus)
     if not count:
@@ -134,10 +135,10 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         state.update(np.ascontiguousarray(row.tokens).tobytes())
         for values in (row.labels, row.special, *row.passed.values()):
             state.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
-        state.update(b"" if row.num_members is None else repr(row.bounds).encode())
+        state.update(repr(row.bounds).encode() if row.is_unit else b"")
         scan.checksums.append(_checksum(row))
         _count(scan, number, row, columns.expected)
-        if row.num_members is not None:
+        if row.is_unit:
             _count_unit(scan, row, columns.expected)
         for start, end in pairwise(row.bounds):
             scan.lengths.append((end - start) * size)
@@ -156,7 +157,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
                 else "next tokens are learned from items of two tokens or more"
             )
         )
-    _report(columns, count, len(scan.lengths), scan.num_members, say)
+    _report(columns, count, len(scan.lengths), scan.has_units, say)
     if scan.num_slots:
         _report_shared(sum(scan.lengths), sum(scan.num_slots), columns.expected, say)
     return DatasetItems(
@@ -170,14 +171,15 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         largest=scan.largest if size == 1 else None,
         largest_label=scan.largest_label if size == 1 else None,
         kinds=scan.kinds.columns(),
-        num_members=scan.num_members,
+        offsets=np.array(scan.offsets, dtype=np.int64) if scan.has_units else None,
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
-        attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.num_members else None,
+        attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
     )
 
 
 def _count_unit(scan: _Scan, row: ItemRow, expected: ExpectedColumns) -> None:
     lengths = np.diff(row.bounds)
+    scan.offsets.append(scan.offsets[-1] + len(lengths))
     num_slots, num_pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
     if expected.shares_prefixes and row.labels is not None:
         tree = shared_tree(row, expected)
@@ -229,8 +231,8 @@ def _check_alike(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColum
     """Raise ``InputError`` where an item has other columns with a meaning than the first one."""
     used = row.used
     if scan.used is None:
-        scan.used, scan.num_members = used, row.num_members
-    check_as_many(number, row.num_members, scan.num_members)
+        scan.used, scan.has_units = used, row.is_unit
+    check_all_units(number, row.is_unit, scan.has_units)
     if used == scan.used:
         return
     name = min(used ^ scan.used)
@@ -280,11 +282,11 @@ def _report_shared(num_tokens: int, num_slots: int, expected: ExpectedColumns, s
 
 
 def _report(
-    columns: ItemColumns, num_items: int, num_sequences: int, num_members: int | None, say: Callable[[str], None]
+    columns: ItemColumns, num_items: int, num_sequences: int, has_units: bool, say: Callable[[str], None]
 ) -> None:
     """Name the columns that are not used, and say how many sequences packed rows had."""
     if columns.unused:
         names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in columns.unused.items())
         say(f"columns of items that are not used: {names}")
-    if num_sequences > num_items and num_members is None:
+    if num_sequences > num_items and not has_units:
         say(f"{num_items:,} rows that were packed before are split into their {num_sequences:,} sequences")

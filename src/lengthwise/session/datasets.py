@@ -15,6 +15,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.max_length import CorpusView, apply_max_length
 from lengthwise.index.store import open_index
+from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.session.check_sample import kinds_of
 from lengthwise.session.dataset_items import DatasetItems, read_items
 from lengthwise.session.item_columns import ItemColumns
@@ -56,15 +57,25 @@ class RunSequences:
     @cached_property
     def computed_lengths(self) -> LengthIndex:
         """Lengths of the sequences that the model computes: of the members of units, else :attr:`lengths`."""
-        if self.num_members is None:
-            return self.lengths
-        by_unit = self.store.lengths.lengths.reshape(-1, self.num_members)
-        return LengthIndex(lengths=by_unit[self.view.base_ids].reshape(-1))
+        return self.lengths if self.units is None else LengthIndex(lengths=self.units.lengths)
 
-    @property
-    def num_members(self) -> int | None:
-        """Sequences of every unit; None: items are no units."""
-        return self.store.num_members if isinstance(self.store, DatasetItems) else None
+    @cached_property
+    def units(self) -> Units | None:
+        """The members of every unit; None: items are no units."""
+        if (offsets := unit_offsets(self.store)) is None:
+            return None
+        sizes = np.diff(offsets)[self.view.base_ids]
+        lengths = self.store.lengths.lengths[self._numbers_in_store]
+        return Units(offsets=np.concatenate([[0], np.cumsum(sizes)]), lengths=lengths)
+
+    @cached_property
+    def _numbers_in_store(self) -> np.ndarray:
+        """The number of each sequence before the length rule."""
+        base_ids = self.view.base_ids
+        if (offsets := unit_offsets(self.store)) is None:
+            return base_ids
+        starts, sizes = offsets[base_ids], np.diff(offsets)[base_ids]
+        return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
 
     def tokens(self, id: int, /) -> np.ndarray:
         """Token ids of one sequence, or ``[slots, ...]`` of anything."""
@@ -140,11 +151,10 @@ class RunSequences:
 
     def _in_store(self, id: int) -> int:
         """The number of a sequence before the length rule."""
-        unit, member = divmod(id, self.num_members or 1)
-        return int(self.view.base_ids[unit]) * (self.num_members or 1) + member
+        return int(self._numbers_in_store[id])
 
     def _cut(self, values: np.ndarray, id: int) -> np.ndarray:
-        if self.num_members is not None:
+        if unit_offsets(self.store) is not None:
             return values  # units are not cut
         start = int(self.view.starts[id])
         return values[start : start + int(self.lengths.lengths[id])]
@@ -196,11 +206,11 @@ def read_sequences(
         raise InputError(
             f"over_length={over_length} cuts tokens, and slots of {slot_tokens} tokens cannot be cut; use drop"
         )
-    num_members = store.num_members if isinstance(store, DatasetItems) else None
-    if num_members is not None and over_length in ("truncate", "split"):
+    offsets = unit_offsets(store)
+    if offsets is not None and over_length in ("truncate", "split"):
         raise InputError(
-            f"over_length={over_length} cuts sequences, and items are units of {num_members}, which are not cut; cut "
-            "their members in the dataset, or use drop: max_length counts the tokens of a whole unit"
+            f"over_length={over_length} cuts sequences, and items are units, which are not cut; cut their members in "
+            "the dataset, or use drop: max_length counts the tokens of a whole unit"
         )
     if expected.loss_columns and not isinstance(store, DatasetItems):
         raise InputError(
@@ -209,9 +219,9 @@ def read_sequences(
         )
     if expected.needs_labels and not isinstance(store, DatasetItems):
         raise InputError("an index holds tokens alone, and the model learns from labels: give items with labels")
-    lengths = store.lengths if num_members is None else summed(store, num_members)
-    if num_members is not None and max_length is not None and over_length == "error":
-        _check_units(lengths, num_members, max_length)
+    lengths = store.lengths if offsets is None else summed(store, offsets)
+    if offsets is not None and max_length is not None and over_length == "error":
+        _check_units(lengths, offsets, max_length)
     view = apply_max_length(lengths, max_length=max_length, rule=over_length)  # type: ignore[arg-type]
     sequences = RunSequences(store, view, expected.ignore_index)
     if sequences.has_loss_mask and expected.objective != NEXT_TOKEN:
@@ -222,22 +232,28 @@ def read_sequences(
     return sequences
 
 
-def _check_units(lengths: LengthIndex, num_members: int, max_length: int) -> None:
+def _check_units(lengths: LengthIndex, offsets: np.ndarray, max_length: int) -> None:
     """Raise ``InputError`` if a unit is over ``max_length``."""
     if lengths.max_length > max_length:
         first = int(np.argmax(lengths.lengths > max_length))
+        size = int(offsets[first + 1] - offsets[first])
         raise InputError(
-            f"item {first}, a unit of {num_members}, has {int(lengths.lengths[first]):,} tokens in all, over "
+            f"item {first}, a unit of {size}, has {int(lengths.lengths[first]):,} tokens in all, over "
             f"max_length={max_length:,}, which counts all tokens of a unit; raise it, cut members in the dataset, or "
             "set over_length='drop'"
         )
 
 
-def summed(store: SequenceStore, num_members: int) -> LengthIndex:
+def unit_offsets(store: SequenceStore) -> np.ndarray | None:
+    """[units + 1] the first sequence of each unit and their number; None: items are no units."""
+    return store.offsets if isinstance(store, DatasetItems) else None
+
+
+def summed(store: SequenceStore, offsets: np.ndarray) -> LengthIndex:
     """Lengths of units: the tokens of all of their members, those once that members share."""
     of_units = store.num_slots if isinstance(store, DatasetItems) else None
     if of_units is None:
-        of_units = store.lengths.lengths.reshape(-1, num_members).sum(axis=1)
+        of_units = np.add.reduceat(store.lengths.lengths, offsets[:-1])
     return LengthIndex(lengths=of_units, corpus_digest=store.lengths.corpus_digest)
 
 

@@ -14,6 +14,7 @@ from lengthwise.session.dataset_items import DatasetItems
 from lengthwise.session.datasets import RunSequences
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow, is_mapping
+from lengthwise.session.sequence_units import in_words
 
 
 class ItemReader:
@@ -25,7 +26,7 @@ class ItemReader:
         of_items = isinstance(store, DatasetItems)
         self._columns = ItemColumns(store.columns.expected if isinstance(store, DatasetItems) else expected)
         self._used = store.used if isinstance(store, DatasetItems) else frozenset([LABELS] * sequences.has_loss_mask)
-        self._num_members, self._check_ids = sequences.num_members, check_ids
+        self._has_units, self._check_ids = sequences.units is not None, check_ids
         self._example = "item 0 of the corpus" if of_items else "the index"
 
     def __call__(self, items: Iterable[Any]) -> list[list[SequenceColumns]]:
@@ -47,17 +48,17 @@ class ItemReader:
         return [self._sequences(row) for row in rows]
 
     def _check_alike(self, number: int, row: ItemRow) -> None:
-        """Raise ``InputError`` unless an item has the columns and the members that the corpus' items have."""
+        """Raise ``InputError`` unless an item has the columns of the corpus' items, and is a unit if they are."""
         if row.used != self._used:
             name = min(row.used ^ self._used)
             has, lacks = (f"item {number}", self._example) if name in row.used else (self._example, f"item {number}")
             raise InputError(f"{has} has {name} and {lacks} has none; items of a step are as those of the corpus are")
-        if row.num_members != self._num_members:
+        if row.is_unit != self._has_units:
             raise InputError(
-                f"item {number} has {row.num_members or 1} members and {self._example} has {self._num_members or 1}; "
-                "items of a step are as those of the corpus are"
+                f"item {number} is {in_words(row.is_unit)}, and {self._example} is {in_words(self._has_units)}; items "
+                "of a step are as those of the corpus are"
             )
-        if row.num_members is None and len(row.bounds) > 2:
+        if not row.is_unit and len(row.bounds) > 2:
             raise InputError(f"item {number} is a row of {len(row.bounds) - 1} sequences; give each as an item")
 
     def _largest_label(self, rows: Sequence[ItemRow]) -> tuple[int, str] | None:

@@ -23,8 +23,8 @@ class ItemRow:
     """True for tokens that are never hidden."""
     bounds: tuple[int, ...] = ()
     """Where the sequences of the row begin, and its end."""
-    num_members: int | None = None
-    """Of a unit, whose members are the sequences of the row; None: it is no unit."""
+    is_unit: bool = False
+    """Whether it is a unit, whose members are the sequences of the row."""
 
     @property
     def used(self) -> frozenset[str]:

@@ -1,5 +1,7 @@
 """The collator of a run's packs: what a model's objective, its options and the corpus' columns make of them."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
@@ -63,8 +65,7 @@ def splits_units(options: PrepareOptions) -> bool:
 
 
 def _units(sequences: RunSequences, *, are_split: bool) -> Units | None:
-    num_members, lengths = sequences.num_members, sequences.computed_lengths.lengths
-    return None if num_members is None else Units(num_members=num_members, lengths=lengths, are_split=are_split)
+    return sequences.units and replace(sequences.units, are_split=are_split)
 
 
 def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:

@@ -385,7 +385,7 @@ def check_takes(model: nn.Module, sequences: RunSequences) -> None:
     if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
         _log.warning("%s; rotary positions beyond are computed all the same", problem)
         return
-    if sequences.num_members is not None:
+    if sequences.units is not None:
         raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
     raise InputError(f"{problem}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
 

@@ -72,7 +72,7 @@ def joined(where: str, members: list[ItemRow]) -> ItemRow:
         special=None if first.special is None else np.concatenate([_given(member.special) for member in members]),
         passed={name: np.concatenate([member.passed[name] for member in members]) for name in first.passed},
         bounds=(0, *accumulate(len(member.tokens) for member in members)),
-        num_members=len(members),
+        is_unit=True,
     )
 
 
@@ -99,25 +99,23 @@ def units_named(units: Units | None) -> Iterator[None]:
             raise
         problem = str(error).replace("over_length=split", "over_length=drop")
         raise error.with_message(
-            f"{problem} Items are units of {units.num_members} sequences that share a micro-batch, and are planned as "
+            f"{problem} Items are units of {units.sizes_text} sequences that share a micro-batch, and are planned as "
             "one sequence of their summed length; where coupled_loss= couples them they need not share one"
         ) from None
 
 
-def check_as_many(number: int, num_members: int | None, first: int | None) -> None:
-    """Raise ``InputError`` unless an item has as many members as the first one; None: it is a single sequence."""
-    if num_members == first:
-        return
-    raise InputError(
-        f"item {number} is {_in_words(num_members)}, and item 0 is {_in_words(first)}; all items of a corpus have the "
-        "same number of members"
-    )
+def check_all_units(number: int, is_unit: bool, is_first_unit: bool) -> None:
+    """Raise ``InputError`` unless an item is a unit where the first one is."""
+    if is_unit != is_first_unit:
+        raise InputError(
+            f"item {number} is {in_words(is_unit)}, and item 0 is {in_words(is_first_unit)}; where some items are "
+            "units, give a single sequence as a unit of one, a tuple (item,)"
+        )
 
 
-def _in_words(num_members: int | None) -> str:
-    if num_members is None:
-        return "a single sequence"
-    return f"a unit of {num_members} member{'s' * (num_members > 1)}"
+def in_words(is_unit: bool) -> str:
+    """What an item is, in error messages."""
+    return "a unit" if is_unit else "a single sequence"
 
 
 def _check_alike(where: str, number: int, first: ItemRow, member: ItemRow) -> None:

@@ -6,7 +6,7 @@ import pytest
 from lengthwise.core.batch import Pack
 from lengthwise.runtime.wrap.unit_members import Units
 
-UNITS = Units(num_members=3, lengths=np.array([3, 1, 2, 4, 5, 6]))
+UNITS = Units(offsets=np.array([0, 3, 6]), lengths=np.array([3, 1, 2, 4, 5, 6]))
 
 
 def test_members_of_a_pack_come_unit_by_unit_with_all_padding_at_the_end():

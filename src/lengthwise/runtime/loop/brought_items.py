@@ -21,6 +21,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.wrap.collator import PackCollator, with_shared_prefixes
 from lengthwise.runtime.wrap.shared_prefixes import tree_of
+from lengthwise.runtime.wrap.unit_members import Units
 
 TOKENS, LABELS, SPECIAL = "tokens", "labels", "special"
 """Names of columns of a sequence; all others are those of the forward and of the loss."""
@@ -36,31 +37,22 @@ class BroughtBatch:
     """A global batch of the items of all ranks, and this rank's items. Sequences are numbered by rank and item."""
 
     batch: GlobalBatch
-    num_members: int
-    """Sequences of an item."""
-    lengths: np.ndarray
-    """[items members] the tokens of every sequence of all ranks."""
+    units: Units
+    """The sequences of each item, of all ranks, and their tokens."""
     counts: tuple[int, ...]
     """The number of items of each rank."""
     first: int
     """The number of this rank's first item."""
     sequences: Mapping[int, SequenceColumns]
     """This rank's sequences by number."""
-    num_together: int
-    """Sequences of an item that are planned as one."""
     has_units: bool = False
     """Whether items are units of sequences."""
     received: dict[int, SequenceColumns] = field(default_factory=dict)
     """Sequences that this rank computes."""
 
-    def planned(self, number: int) -> range:
-        """The sequences that are planned as one."""
-        return range(number * self.num_together, (number + 1) * self.num_together)
-
     def owner(self, sequence: int) -> int:
         """The rank that brought a sequence."""
-        item = sequence // self.num_members
-        return int(np.searchsorted(np.cumsum(self.counts), item, side="right"))
+        return int(np.searchsorted(np.cumsum(self.counts), self.units.unit_of([sequence])[0], side="right"))
 
     def column(self, name: str, sequence: int) -> np.ndarray:
         """The values of a column for a sequence that this rank computes."""
@@ -118,17 +110,14 @@ class ItemExchange:
         lengths = [length for length, _ in said_of_all]
         if not lengths:
             raise InputError(f"step {step}: no rank brought an item; a step has one at least")
-        units = self._collator.units
-        if units is not None and units.are_split:
+        are_split = self._collator.units is not None and self._collator.units.are_split
+        if are_split:
             said_of_all = [([length], None) for of_item in lengths for length in of_item]
         computed, attention_lengths = _planned_lengths(said_of_all)
         counts = tuple(map(len, by_rank))
-        first, num_members = sum(counts[: world.rank]), len(lengths[0])
-        sequences = {
-            (first + number) * num_members + member: columns
-            for number, item in enumerate(rows)
-            for member, columns in enumerate(item)
-        }
+        units = Units(offsets=np.cumsum([0, *map(len, lengths)]), lengths=np.concatenate(lengths), are_split=are_split)
+        first = sum(counts[: world.rank])
+        sequences = dict(enumerate((columns for item in rows for columns in item), start=int(units.offsets[first])))
         brought = BroughtBatch(
             batch=GlobalBatch(
                 step=step,
@@ -137,13 +126,11 @@ class ItemExchange:
                 objective=self._objective,
                 attention_lengths=None if attention_lengths == computed else tuple(attention_lengths),
             ),
-            num_members=num_members,
-            num_together=num_members if units is None else units.num_together,
-            lengths=np.array(lengths).reshape(-1),
+            units=units,
             counts=counts,
             first=first,
             sequences=sequences,
-            has_units=units is not None,
+            has_units=self._collator.units is not None,
         )
         self._check_lengths(brought)
         return brought
@@ -170,10 +157,10 @@ class ItemExchange:
 
     def _check_lengths(self, brought: BroughtBatch) -> None:
         longest = int(np.argmax(brought.batch.lengths))
-        length, first = brought.batch.lengths[longest], brought.planned(longest)[0]
+        length, first = brought.batch.lengths[longest], brought.units.planned(longest)[0]
         owner = brought.owner(first)
         if length > self._max_length:
-            number = first // brought.num_members - sum(brought.counts[:owner])
+            number = int(brought.units.unit_of([first])[0]) - sum(brought.counts[:owner])
             raise InputError(
                 f"step {brought.batch.step}: item {number} of rank {owner} has {length:,} tokens, over "
                 f"{self._max_length:,}, for which plans keep memory; cut it, or raise step_max_length of prepare"
@@ -184,7 +171,7 @@ class ItemExchange:
         packs = [(pipeline.ranks, planned.pack) for pipeline in plan.pipelines for planned in pipeline.micro_batches]
         parcels: list[dict[int, SequenceColumns]] = [{} for _ in range(self._world.size)]
         for ranks, pack in packs:
-            for numbers in map(brought.planned, pack.ids):
+            for numbers in map(brought.units.planned, pack.ids):
                 if numbers[0] in brought.sequences:
                     for rank in ranks:
                         parcels[rank].update({number: brought.sequences[number] for number in numbers})
@@ -199,7 +186,7 @@ class ItemExchange:
             special=before.special and partial(brought.column, SPECIAL),
             passed={name: partial(brought.column, name) for name in before.passed},
             loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
-            units=before.units and replace(before.units, lengths=brought.lengths),
+            units=before.units and brought.units,
         )
         return collator if before.shared is None else with_shared_prefixes(collator)
 

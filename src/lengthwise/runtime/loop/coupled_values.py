@@ -5,9 +5,11 @@ a number that every rank can compute once it has all values; then each micro-bat
 of its own sequences (Gao et al., 2021, section 3, for contrastive losses). U units of M sequences, S = U M of a step.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +19,11 @@ from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.unit_members import Units
 
-CoupledLoss = Callable[[Tensor], Tensor]
-"""From values ``[S, ...]`` of the step's sequences, or ``[U, M, ...]`` of its units, the loss of the step."""
+CoupledLoss = Callable[..., Tensor]
+"""From values ``[S, ...]`` of the step's sequences, or ``[U, M, ...]`` of its units, the loss of the step; or from
+``[S, ...]`` and ``[S]``, the unit of each sequence, where it has a second parameter without a default."""
 
 
 @dataclass(kw_only=True)
@@ -123,12 +127,16 @@ def couple(
         if part.is_first:
             rows_SX[[rows[number] for number in part.numbers]] = part.values.to(rows_SX.device)
     values = sum_over_ranks(rows_SX).requires_grad_()  # every row has one summand that is not zero, so it is exact
-    by_unit = values if collator.units is None else values.unflatten(0, (-1, collator.units.num_members))
-    problem, loss = "", torch.zeros(())
+    by_unit, slopes, loss = values, None, torch.zeros(())
+    problem = sizes_problem(loss_of, collator.units)
     try:
         with torch.enable_grad():
-            loss = loss_of(by_unit)
-            problem = _problem_of_loss(loss, list(by_unit.shape))
+            if takes_unit_ids(loss_of):
+                loss = loss_of(values, _unit_ids(numbers, collator.units).to(world.device))
+            elif not problem:
+                by_unit = values if collator.units is None else values.unflatten(0, (-1, collator.units.num_members))
+                loss = loss_of(by_unit)
+            problem = problem or _problem_of_loss(loss, list(by_unit.shape))
             slopes = None if problem else torch.autograd.grad(loss, [values])[0]
     except Exception as error:
         problem = f"coupled_loss failed on values {list(by_unit.shape)}: {type(error).__name__}: {error}"
@@ -146,6 +154,32 @@ def couple(
         )
     assert slopes is not None, "a loss without a problem was differentiated"
     return Coupled(loss=own_loss, slopes=slopes, rows=rows)
+
+
+def takes_unit_ids(loss_of: CoupledLoss) -> bool:
+    """Whether a coupled loss has a second parameter without a default: the unit of each sequence."""
+    try:
+        parameters = inspect.signature(loss_of).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        return False
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters) > 1
+
+
+def sizes_problem(loss_of: CoupledLoss, units: Units | None) -> str:
+    """Why a coupled loss cannot take units for their numbers of members; an empty string: it can."""
+    if units is None or units.num_members is not None or takes_unit_ids(loss_of):
+        return ""
+    return (
+        f"coupled_loss has one parameter, the values [U, M, ...] of units, and units have {units.sizes_text} sequences "
+        "here; with a second one, coupled_loss(values, unit_ids), it gets values [S, ...] and the unit [S] of each"
+    )
+
+
+def _unit_ids(numbers: Sequence[int], units: Units | None) -> Tensor:
+    """[S] which unit of the step, from 0, each of its sequences belongs to."""
+    of_each = np.asarray(numbers) if units is None else units.unit_of(numbers)
+    return torch.from_numpy(np.unique(of_each, return_inverse=True)[1])
 
 
 def _problem_of_loss(loss: object, shape: list[int]) -> str:

@@ -130,9 +130,8 @@ class ItemScores:
         Every rank calls this.
         """
         received, brought = exchange(self._world, self._parcels), self._brought
-        size = brought.num_members
         items = range(brought.first, brought.first + brought.counts[self._world.rank])
-        values = [[_joined(received[item * size + member]) for member in range(size)] for item in items]
+        values = [[_joined(received[sequence]) for sequence in brought.units.ids([item])] for item in items]
         return values if brought.has_units else [of_item for (of_item,) in values]
 
 

@@ -58,7 +58,7 @@ class Weighing:
             if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
                 terms.append(self._direct(loss, num_slots / totals.slots))
         elif mean_over == "units":
-            terms.append(self._direct(loss, len(micro_batch.units) / (totals.units * micro_batch.degree)))
+            terms.append(self._direct(loss, micro_batch.num_units / (totals.units * micro_batch.degree)))
         elif mean_over == "step":
             terms.append(self._direct(loss, 1.0))
         else:

@@ -60,7 +60,7 @@ def branches_alone(run: MicroBatchMaker) -> Iterator[Pack]:
 def branches_shared(run: MicroBatchMaker) -> Iterator[Pack]:
     """Within, the run's unit 0 has these sequences, and what they share once; gives its pack."""
     with branches_alone(run):
-        units = Units(num_members=len(PATHS), lengths=np.array(LENGTHS))
+        units = Units(offsets=np.array([0, len(PATHS)]), lengths=np.array(LENGTHS))
         run.collator = with_shared_prefixes(replace(run.collator, units=units))
         assert run.collator.shared is not None, "it was made so"
         yield Pack(ids=(0,), lengths=(run.collator.shared.tree(0).num_slots,))

@@ -93,7 +93,7 @@ def with_shared_prefixes(collator: PackCollator) -> PackCollator:
     """The collator of units that are laid out as one sequence, from that of their sequences, which have labels."""
     assert collator.units is not None and collator.labels is not None, "checked where options are read"
     shared = SharedPrefixes(
-        collator.source.tokens, collator.labels, collator.passed, num_members=collator.units.num_members,
+        collator.source.tokens, collator.labels, collator.passed, units=collator.units,
         ignore_index=collator.ignore_index,
     )  # fmt: skip
     passed = {name: partial(shared.passed, name) for name in collator.passed}

@@ -86,8 +86,8 @@ class StepShare(Protocol):
         ...
 
     @property
-    def units(self) -> Tensor:
-        """[u, M] sequences of each unit."""
+    def num_units(self) -> int:
+        """The number u of units of the micro-batch."""
         ...
 
 
@@ -148,7 +148,7 @@ def _check_by_slot(shard: PackShard, values: Tensor, what: str) -> None:
 
 def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
     """This rank's share of a mean over the units of the step: the p ranks of a group have the same values."""
-    if values.shape != (num_units := len(micro_batch.units),):
+    if values.shape != (num_units := micro_batch.num_units,):
         raise InputError(
             f"a mean or a sum over units needs one value for each of the {num_units} units of this micro-batch, "
             f"[{num_units}]; got {list(values.shape)}"

@@ -18,7 +18,7 @@ from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
 from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean, share_of_sum
-from lengthwise.runtime.wrap.sequence_sums import num_sequences, sums_by_sequence
+from lengthwise.runtime.wrap.sequence_sums import sums_by_sequence
 
 
 class MicroBatch:
@@ -36,7 +36,7 @@ class MicroBatch:
         self._collator, self._make_inputs = collator, make_inputs
         self.totals = LossTotals(
             targets=max(1, sum(pack.lengths)), slots=sum(collator.lengths(pack)) // collator.slot_tokens,
-            sequences=len(members := collator.members(pack)), units=max(1, len(members) // self._num_members),
+            sequences=len(collator.members(pack)), units=self.num_units,
         )  # fmt: skip
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
@@ -264,7 +264,7 @@ class MicroBatch:
         Raises:
             InputError: there is not one value for each slot, or ranks that share the micro-batch have other shapes.
         """
-        return sums_by_sequence(self.shard, values, self._num_members)
+        return sums_by_sequence(self.shard, values, self._num_members or 0)
 
     @cached_property
     def units(self) -> Tensor:
@@ -273,16 +273,42 @@ class MicroBatch:
         ``per_sequence(values)[micro_batch.units]`` is [u, M, ...]. Where items are single sequences, M is 1.
 
         Raises:
+            InputError: it is no micro-batch of a step, and has other sequences than whole units; or units of the step
+                have different numbers of members, see :attr:`unit_ids`.
+        """
+        count, units = len(self.unit_ids), self._collator.units
+        if units is not None and self._num_members is None:
+            raise InputError(
+                f"units have {units.sizes_text} sequences, so micro_batch.units is no [u, M]; micro_batch.unit_ids [s] "
+                "says which of micro_batch.num_units units each sequence belongs to: "
+                "torch.zeros(num_units).index_add(0, unit_ids, values) sums over each"
+            )
+        return torch.arange(count, device=self.shard.device).view(-1, self._num_members or 1)
+
+    @cached_property
+    def unit_ids(self) -> Tensor:
+        """[s] int64: which of the u units of this micro-batch, from 0, each of its sequences belongs to.
+
+        In the order of :meth:`per_sequence`; the sequences of a unit are next to each other, in the order of the item.
+        Where items are single sequences, or ``coupled_loss=`` has members planned apart, each is a unit of its own.
+
+        Raises:
             InputError: it is no micro-batch of a step, and has other sequences than whole units.
         """
-        count, num_members = num_sequences(self.shard), self._num_members
-        if count % num_members:
+        numbers, are_whole = self._units
+        if not are_whole:
+            text = "" if self._collator.units is None else self._collator.units.sizes_text
             raise InputError(
-                f"units have {num_members} sequences, and these are {count} by which the model is compared before the "
+                f"units have {text} sequences, and these are {len(numbers)} by which the model is compared before the "
                 "run; loss= is the mean over targets that is compared. Make a loss over units in the loop: "
                 "step.backward(loss, mean_over='units')"
             )
-        return torch.arange(count, device=self.shard.device).view(-1, num_members)
+        return torch.from_numpy(numbers).to(self.shard.device)
+
+    @property
+    def num_units(self) -> int:
+        """The number u of units of this micro-batch, one at least."""
+        return 1 + int(self._units[0].max(initial=0))
 
     @cached_property
     def is_last(self) -> Tensor:
@@ -292,9 +318,15 @@ class MicroBatch:
         ends = np.asarray(bounds) - 1
         return torch.from_numpy(np.isin(self.shard.places, ends)).to(self.shard.device) & (self.shard.sequences >= 0)
 
+    @cached_property
+    def _units(self) -> tuple[np.ndarray, bool]:
+        members, units = self._collator.members(self.pack), self._collator.units
+        return (np.arange(len(members)), True) if units is None else units.planned_units(members)
+
     @property
-    def _num_members(self) -> int:
-        return 1 if self._collator.units is None else self._collator.units.num_together
+    def _num_members(self) -> int | None:
+        units = self._collator.units
+        return 1 if units is None or units.are_split else units.num_members
 
     @property
     def slot_tokens(self) -> int:

@@ -47,6 +47,10 @@ class MissingTensor:
     def __repr__(self) -> str:
         return "not computed for lack of memory"
 
+    def split(self, sizes: Any, dim: int = 0) -> "MissingTensor | list[MissingTensor]":
+        """Return a placeholder for each part that sizes are given of."""
+        return [self] * len(sizes) if isinstance(sizes, list | tuple) else self
+
     def item(self) -> float:
         """Return NaN in place of the number."""
         return float("nan")

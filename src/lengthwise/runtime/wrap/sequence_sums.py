@@ -27,7 +27,7 @@ def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tens
     """Sum ``values`` [t, ...] or [1, t, ...] over each sequence: ``[s, ...]``, equal on every rank of the group.
 
     Two exchanges: of shapes, and of the sums. Without values, for lack of memory, what is returned stands for the sums
-    of ``num_members`` sequences a unit.
+    of ``num_members`` sequences a unit; 0: units have different numbers of them.
 
     Raises:
         InputError: there is not one value for each slot of this rank, or other ranks have values of another shape.

@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from lengthwise.core.prefix_tree import PrefixTree, prefix_tree
+from lengthwise.runtime.wrap.unit_members import Units
 
 Column = Callable[[int], np.ndarray]
 """The values of a sequence by its number, one for each slot."""
@@ -23,17 +24,17 @@ class SharedPrefixes:
     """Columns of units by their slots, made of those of their sequences."""
 
     def __init__(
-        self, tokens: Column, labels: Column, passed: Mapping[str, Column], *, num_members: int, ignore_index: int
+        self, tokens: Column, labels: Column, passed: Mapping[str, Column], *, units: Units, ignore_index: int
     ) -> None:
-        """The columns are by sequence; ``num_members``: sequences of a unit."""
+        """The columns are by sequence, and ``units`` have these sequences."""
         self._tokens, self._labels, self._passed = tokens, labels, passed
-        self._num_members, self._ignore_index = num_members, ignore_index
+        self._units, self._ignore_index = units, ignore_index
         self.tree = lru_cache(_KEPT_TREES)(self._tree)
         """The prefix tree of a unit by its number."""
 
     def ids(self, units: Sequence[int]) -> list[int]:
         """The numbers of the sequences of some units."""
-        return [unit * self._num_members + member for unit in units for member in range(self._num_members)]
+        return self._units.ids(units)
 
     def tokens(self, unit: int, /) -> np.ndarray:
         """[T] the tokens of the slots of a unit."""

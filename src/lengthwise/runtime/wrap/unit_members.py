@@ -3,10 +3,12 @@
 To sampler and planner a unit is one sequence, as long as all of its members. In a forward each member is a sequence of
 its own: positions from 0, attention within it, no label across its border. Where members share what they begin with,
 see :mod:`lengthwise.runtime.wrap.shared_prefixes`. Where the loss of the whole step couples them, members need not
-share a micro-batch: the planner gets each as a sequence. M members of every unit.
+share a micro-batch: the planner gets each as a sequence. Units have any number of members each.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,30 +17,62 @@ from lengthwise.core.batch import Pack
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Units:
-    """The members of every unit: those of unit u are the sequences u M to (u + 1) M - 1."""
+    """The members of every unit: those of unit u are the sequences ``offsets[u]`` to ``offsets[u + 1] - 1``."""
 
-    num_members: int
-    """The number M of sequences in a unit."""
+    offsets: np.ndarray
+    """[units + 1] the first member of each unit, and the number S of all members."""
     lengths: np.ndarray
-    """[units M] tokens of every member."""
+    """[S] tokens of every member."""
     are_split: bool = False
     """Whether members are planned as sequences of their own, on whichever ranks; the loss of the step couples them."""
 
+    @cached_property
+    def num_members(self) -> int | None:
+        """The number of members that every unit has; None: units have different numbers of members."""
+        sizes = np.diff(self.offsets)
+        return int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else None
+
     @property
-    def num_together(self) -> int:
-        """Sequences of a unit that share a micro-batch, and are planned as one sequence."""
-        return 1 if self.are_split else self.num_members
+    def sizes_text(self) -> str:
+        """How many sequences units have, in words."""
+        sizes = np.diff(self.offsets)
+        return f"{sizes.min()}" if self.num_members is not None else f"{sizes.min()} to {sizes.max()}"
+
+    def unit_of(self, sequences: Sequence[int]) -> np.ndarray:
+        """[s] the unit of each of some sequences."""
+        return np.asarray(np.searchsorted(self.offsets, sequences, side="right") - 1)
+
+    def ids(self, units: Sequence[int]) -> list[int]:
+        """The numbers of the sequences of some units, unit by unit."""
+        bounds = self.offsets
+        return [sequence for unit in units for sequence in range(int(bounds[unit]), int(bounds[unit + 1]))]
+
+    def planned(self, number: int) -> list[int]:
+        """The numbers of the sequences that are planned as one."""
+        return [number] if self.are_split else self.ids([number])
+
+    def planned_units(self, sequences: Sequence[int]) -> tuple[np.ndarray, bool]:
+        """[s] which unit of a micro-batch, from 0, each of its sequences is of, and whether all units are whole.
+
+        Sequences that are planned by themselves are units of their own.
+        """
+        if self.are_split:
+            return np.arange(len(sequences)), True
+        of_each = self.unit_of(sequences)
+        is_next = np.diff(of_each, prepend=of_each[:1]) != 0
+        firsts = of_each[np.flatnonzero(is_next | (np.arange(len(of_each)) == 0))]
+        return np.cumsum(is_next), list(sequences) == self.ids(firsts.tolist())
 
     def name(self, sequence: int) -> str:
         """The name of a sequence in error messages."""
-        unit, member = divmod(sequence, self.num_members)
-        return f"member {member} of item {unit}"
+        unit = int(self.unit_of([sequence])[0])
+        return f"member {sequence - int(self.offsets[unit])} of item {unit}"
 
     def members(self, pack: Pack) -> Pack:
         """The pack of the members of a pack of units, which computes as many tokens: its padding is at the end."""
         if self.are_split:
             return pack
-        ids = [unit * self.num_members + member for unit in pack.ids for member in range(self.num_members)]
+        ids = self.ids(pack.ids)
         lengths = tuple(self.lengths[ids].tolist())
         assert sum(lengths) == sum(pack.lengths), "units are as long as their members"
         return Pack(ids=tuple(ids), lengths=lengths, filler=pack.num_tokens - sum(lengths))
