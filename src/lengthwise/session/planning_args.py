@@ -213,8 +213,8 @@ def make_cluster(
         )
         return cluster if memory_gib is not None else _with_margin(cluster, memory_margin)
     except InputError as error:
-        given = {"--hbm": memory_gib, "--host-memory": host_memory_gib}
-        named = "".join(f", {option} {gib}" for option, gib in given.items() if gib is not None)
+        options = {"--hbm": memory_gib, "--host-memory": host_memory_gib}
+        named = "".join(f", {option} {gib}" for option, gib in options.items() if gib is not None)
         raise InputError(f"--gpus {num_devices}{named}: {error}") from None
 
 

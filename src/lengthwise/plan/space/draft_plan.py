@@ -218,10 +218,11 @@ def _moved_s(
     comm_s = iter(comm_times_s(runs, lengths))
     moved_s = []
     for pipeline, packs, times_s in zip(phase, ends, all_times_s):
-        covers_s, own = [0.0, 0.0], runs_of(pipeline)  # ranks without a micro-batch take part in what is moved
+        covers_s = [0.0, 0.0]  # ranks without a micro-batch take part in what is moved
+        pipeline_runs = runs_of(pipeline)
         for end, number in enumerate(packs):
-            forward = 1 / own[number].forwards
-            computed_s = max(0.0, times_s[number] - own[number].overhead_s - next(comm_s))
+            forward = 1 / pipeline_runs[number].forwards
+            computed_s = max(0.0, times_s[number] - pipeline_runs[number].overhead_s - next(comm_s))
             covers_s[end] = computed_s * (1 - forward if end else forward)
         pulled_s = parts.exposed_pull_s(covers_s[0]) if is_first else 0.0
         moved_s.append(pulled_s + (parts.exposed_push_s(covers_s[1]) if is_last else 0.0))

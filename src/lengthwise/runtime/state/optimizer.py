@@ -90,13 +90,13 @@ def _made(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.op
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(f"optimizer={settings.name} makes a {type(made).__name__}, which is no torch.optim.Optimizer")
-    given = {id(parameter) for group in groups for parameter in group["params"]}
+    expected = {id(parameter) for group in groups for parameter in group["params"]}
     taken = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-    if taken != given:
+    if taken != expected:
         raise InputError(
-            f"optimizer={settings.name} leaves out {len(given - taken)} of the {len(given)} parameters that it is "
-            f"given, and takes {len(taken - given)} others: ranks update shares of parameters, which it is made of. "
-            "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
+            f"optimizer={settings.name} leaves out {len(expected - taken)} of the {len(expected)} parameters that "
+            f"it is given, and takes {len(taken - expected)} others: ranks update shares of parameters, which it is "
+            "made of. Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
         )
     return made
 
