@@ -1,4 +1,4 @@
-"""A larger search space never makes a plan of ``auto`` slower: it holds what a smaller one holds, and finds as much."""
+"""A larger search space holds what a smaller one holds, and searches that find less in it find hardly less."""
 
 from dataclasses import replace
 
@@ -18,6 +18,8 @@ METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
 EVERYTHING = SearchSpace(methods=METHODS)
 SAME = 1 + 1e-9
 """Rounding of sums."""
+HARDLY_SLOWER = 1.01
+"""Searches of strategies are no proof: docs/concepts/planning.md says how many plans become slower, and by how much."""
 MODELS = ("transformer-2d-1.2b", "llama-7b", "llama-3-8b", "llama-13b", "llama-32b", "llama-66b")
 CLUSTERS = ("1x1", "1x4", "1x8", "2x1", "3x1", "2x4", "2x8", "4x1", "8x1", "4x4", "5x4", "3x8", "16x1", "8x8", "64x1")
 CORPORA = ("lognormal", "pareto", "two-humped", "equal", "uniform", "long")
@@ -97,11 +99,8 @@ def test_tiles_make_no_plan_of_three_equal_sequences_slower():
 
 
 @pytest.mark.deep
-@pytest.mark.xfail(
-    strict=False, reason="searches of strategies are no proof: a few pairs are still slower, see planning.md"
-)
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SETTINGS))
-def test_no_plan_is_slower_in_a_larger_search_space(seed):
+def test_no_plan_is_a_hundredth_slower_in_a_larger_search_space(seed):
     rng = np.random.default_rng(seed)
     cluster = cluster_preset(f"{rng.choice(CLUSTERS)}x{rng.choice(['H100-80GB', 'A800-80GB'])}")
     model, corpus = str(rng.choice(MODELS)), str(rng.choice(CORPORA))
@@ -118,4 +117,4 @@ def test_no_plan_is_slower_in_a_larger_search_space(seed):
             smaller_s = time_s(problem_of(model, cluster.name, space, **options), drawn[0])
         except InfeasibleError:
             continue
-        assert everything_s <= smaller_s * SAME, space
+        assert everything_s <= smaller_s * HARDLY_SLOWER, space

@@ -81,7 +81,7 @@ REFUSED = {
     "item 1 of this step has token id 900": [[ROW], [ROW, {"input_ids": [1, 900]}]],
     "item 0 has labels and item 0 of the corpus has none": [[ROW | {"labels": [1, 2, 3]}], [ROW]],
     "run.step takes a list of items": [ROW, [ROW]],
-    "item 0 has 2 members": [[(ROW, ROW)], []],
+    "item 0 is a unit, and item 0 of the corpus is a single sequence": [[(ROW, ROW)], []],
 }
 
 

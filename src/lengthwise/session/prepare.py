@@ -264,7 +264,7 @@ def _learn(
             by_layer=chosen.weights == "by-layer",
             state_on_host=is_on_host(chosen.offload_state),
         )
-        prepared.can_recompute = chosen.recompute != "none"
+        prepared.can_recompute = chosen.recompute != "none" or not chosen.check
         with IdRanges(prepared) as lookups:
             all_succeed(world, partial(_learn_named, prepared))
         if wrapped_model.checkpointing.is_used and world.is_first:

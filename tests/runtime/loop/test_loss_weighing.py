@@ -20,7 +20,7 @@ def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()
     """Three slots of two units, and one of padding; ``means``: what were made of it."""
     return SimpleNamespace(
         num_targets=num_targets, shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences)), degree=degree,
-        units=torch.zeros(2, 1), means=set(means),
+        num_units=2, means=set(means),
     )  # fmt: skip
 
 
