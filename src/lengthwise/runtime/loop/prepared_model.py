@@ -57,7 +57,7 @@ class PreparedModel:
         self.is_cuttable = False
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
         self.can_recompute = True
-        """Whether plans may recompute layers: ``recompute="none"`` leaves that out of the comparison, if there is one."""
+        """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None
         """Raises ``InputError`` where the largest token or label of sequences, with its place, is none of the model."""
         self._guard: RemovableHandle | None = None
