@@ -67,7 +67,7 @@ def test_a_model_that_calls_layers_more_or_less_than_once_is_measured(name, num_
 
 def test_a_plan_that_recomputes_what_was_not_compared_so_is_refused():
     """Layers that change what they are given keep it changed, and a second forward would change it again."""
-    run = lw.prepare(build("layer_forms.StateChanged"), rows(), steps=1, check=False, recompute="none", **OPTIONS)
+    run = lw.prepare(build("layer_forms.StateChanged"), rows(), steps=1, recompute="none", **OPTIONS)
     run.planner = lambda batch: plan_of("alone", 3, 1, True, batch)
     with pytest.raises(InputError, match=r"recomputes layers, which recompute=none left out of the comparison"):
         next(run.steps())
