@@ -334,7 +334,7 @@ def test_a_policy_with_a_long_name_leaves_room_for_the_numbers(cli, lengths, tmp
     assert rows[0].split()[1:] == rows[1].split()[1:], "no number is cut"
 
 
-REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8", "--hbm", "1"]
+REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8", "--hbm", "0.3"]
 
 
 def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
