@@ -1,7 +1,7 @@
 """How far policies reach: tokens per second over the length of sequences, up to the longest that each can train."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
 from typing import Any
 
@@ -35,15 +35,6 @@ class ReachedLength:
     strategy: str
     """The pipelines of the step in words."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {
-            "length": self.length,
-            "tokens_per_s": self.tokens_per_s,
-            "step_time_s": self.step_time_s,
-            "strategy": self.strategy,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyReach:
@@ -72,7 +63,7 @@ class PolicyReach:
         """Plain values, for JSON."""
         return {
             "policy": self.policy,
-            "reached": [point.to_json() for point in self.reached],
+            "reached": [asdict(point) for point in self.reached],
             "refused": self.refused or None,
         }
 
