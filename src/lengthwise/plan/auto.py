@@ -197,9 +197,9 @@ def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -
 
 
 def _num_parts(priced: PricedBatch, gain_s: float) -> int:
-    """How many pools are worth searching for a step that may become ``gain_s`` seconds faster."""
-    pool_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
-    return int(_search_share(priced) * min(gain_s, MOST_GAIN_S) / pool_s)
+    """How many parts are worth searching for a step that may become ``gain_s`` seconds faster."""
+    part_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
+    return int(_search_share(priced) * min(gain_s, MOST_GAIN_S) / part_s)
 
 
 def _search_share(priced: PricedBatch) -> float:
