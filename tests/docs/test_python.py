@@ -58,9 +58,10 @@ AROUND = {
     "CONTRIBUTING.md#2": "",
     "docs/guides/any-model.md#0": MODEL,
     "docs/guides/any-model.md#1": MODEL + IN_A_STEP,
-    "docs/guides/any-model.md#3": MODEL
+    "docs/guides/any-model.md#3": MODEL,
+    "docs/guides/any-model.md#4": MODEL
     + "def pack_or_pad(items): return lw.pad(items)\ndef mean_loss(model, batch): return model(**batch).loss\n",
-    "docs/guides/any-model.md#4": MODEL,
+    "docs/guides/any-model.md#5": MODEL,
     "docs/guides/fine-tune.md#0": "import shutil\nshutil.copytree('my-model', 'tuned', dirs_exist_ok=True)\n",
     "docs/guides/shapes.md#0": MODEL
     + "torch.compile = lambda module, **_: module  # the compiler has tests of its own\n",

@@ -84,7 +84,7 @@ def test_callbacks_evaluation_and_the_best_model_are_as_in_transformers(tmp_path
             eval_dataset=trainers.dataset(7),
             callbacks=[lambda events=events: Callbacks.notes(events)],
         )
-        seen[stock] = [event for event in events if event[0] != "on_optimizer_step"]
+        seen[stock] = events
         logs[stock] = [{k: v for k, v in log.items() if "runtime" not in k and "per_second" not in k}
                        for log in trainer.state.log_history]  # fmt: skip
         best[stock] = (
@@ -99,6 +99,22 @@ def test_callbacks_evaluation_and_the_best_model_are_as_in_transformers(tmp_path
     assert best[False][1] == best[True][1]
     assert_equal_weights(best[False][0], best[True][0])
     assert best[False][2] == pytest.approx(best[True][2], rel=1e-6)
+
+
+def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks, tmp_path):
+    names = list(trainers.EVENTS)
+    expected = {name: trainers.events_of(tmp_path / "stock" / name, name, stock=True) for name in names}
+    for name in names:
+        assert trainers.events_of(tmp_path / "one" / name, name, stock=False) == expected[name], name
+    shared = ["by epochs", "as a callback asks", "until it is worse"]
+    for found in ranks(2).run(trainers.all_events_of, tmp_path / "two", shared):
+        for name in shared:
+            of_one = [
+                (*event[:-1], event[-1] and event[-1] // 2) for event in expected[name]
+            ]  # loaders have a share each
+            assert [event for event in found[name] if event[0] != "on_prediction_step"] == [
+                event for event in of_one if event[0] != "on_prediction_step"
+            ], name
 
 
 def test_bfloat16_is_autocast_over_the_weights_as_they_are(tmp_path):

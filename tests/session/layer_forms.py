@@ -215,7 +215,12 @@ class CheckpointsItself(Plain):
 
 
 class CheckpointsReentrantly(CheckpointsItself):
+    """Where all before the layers is frozen, its user makes their input require a gradient, as torch needs it here."""
+
     use_reentrant = True
+
+    def run(self, x, idx):
+        return super().run(x if x.requires_grad else x.requires_grad_(), idx)
 
 
 class CheckpointsInside(Plain):

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lengthwise as lw
 from tests.session import models
@@ -52,8 +53,11 @@ def train_gpt(policies, options):
     return found
 
 
-def train_in_parts(folder, *, first, last, options, make=models.gpt):
-    """Steps from the checkpoint that there is to ``last``, with another one at the end; losses and weights."""
+def train_in_parts(folder, *, first, last, options, make=models.gpt, decay=None):
+    """Steps from the checkpoint that there is to ``last``, with another one at the end; losses and weights.
+
+    ``decay``: of an average of the weights, which is then given instead of them.
+    """
     as_started_by_torchrun()
     model = make(seed=0 if first else 7)  # weights come from the checkpoint
     if not first:
@@ -65,16 +69,27 @@ def train_in_parts(folder, *, first, last, options, make=models.gpt):
     if not first:
         number = run.resume(folder)
         assert number == run.next_step > 0
+    with run.plain():
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay or 0.0))
+        if first:
+            average.update_parameters(model)
+        elif decay:
+            average.load_state_dict(torch.load(folder / "average.pt"))
     losses = []
     for step in run.steps():
         for micro_batch in step:
             step.backward(model(**micro_batch.inputs)[1])
         losses.append(step.update().loss)
+        if decay:
+            with run.plain():
+                average.update_parameters(model)
         if step.number == last - 1:
+            if decay and run.world.is_first:
+                torch.save(average.state_dict(), folder / "average.pt")
             saved = run.save(folder)  # from within the loop, as users do
             assert saved.name == f"step_{last:08}" and (saved / "state.json").is_file()
     with run.plain():
-        return losses, weights_of(model)
+        return losses, weights_of(average.module if decay else model)
 
 
 def train_video(options):

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -20,6 +21,8 @@ from tests.session.structures import adapted
 
 LENGTHS = (13, 5, 21, 2, 8, 17)
 LR = 0.3
+DECAY = 0.75
+"""Of averages of weights."""
 PLAIN_SGD = OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0)
 OPTIONS = {
     "sequences_per_step": len(LENGTHS), "order": "corpus", "optimizer": PLAIN_SGD, "lr": LR, "clip_norm": 0.0,
@@ -115,6 +118,8 @@ def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, **options)
         return f"{type(error).__name__}: {error}"
     is_alone = run.world.size == 1 or run.wrapped_model.by_sequence is not None
     kinds = [kind for kind in kinds if kind == "alone" or not is_alone]
+    with run.plain():
+        averages = Averages(model)
     expected, done, found = train_alone(build(name, is_adapted), len(kinds)), 0, {}
     for kind in kinds:
         run.planner = partial(
@@ -131,11 +136,35 @@ def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, **options)
         with run.plain():
             weights = expected[1][done]
             errors = [float((x.detach() - weights[name]).abs().max()) for name, x in model.named_parameters()]
+            averages.update(model)
+            errors.append(averages.error([before, *expected[1][: done + 1]]))
         found[kind] = max(*errors, abs(loss - expected[0][done]))
         done += 1
     run.close()
     assert sum("forward" in vars(module) for module in model.modules()) == own_forwards, "the model is as it was"
     return found
+
+
+class Averages:
+    """Averages of a model's weights, by torch and by hand, as loops keep them."""
+
+    def __init__(self, model):
+        self.model = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        self.by_hand = {name: value.detach().clone() for name, value in model.named_parameters()}
+        self.update(model)
+
+    def update(self, model):
+        self.model.update_parameters(model)
+        for name, value in model.named_parameters():
+            self.by_hand[name].lerp_(value.detach(), 1 - DECAY)
+
+    def error(self, weights):
+        """The largest difference to the averages of ``weights``, which are those after each step."""
+        expected = weights[0]
+        for now in weights[1:]:
+            expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in expected.items()}
+        found = [dict(self.model.module.named_parameters()), self.by_hand]
+        return max(float((values[name] - x).detach().abs().max()) for values in found for name, x in expected.items())
 
 
 def many_outcomes(cases):

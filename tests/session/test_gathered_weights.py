@@ -1,5 +1,7 @@
 """`prepare(weights="by-layer")` trains what one device trains, of weights of which each rank holds a share."""
 
+import copy
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -7,6 +9,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel
 
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -42,21 +47,26 @@ def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, nu
             assert_equal_weights(weights, alone[1])
 
 
-def test_a_run_goes_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
+def test_a_run_and_an_average_of_its_weights_go_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "steps"}
-    first = ranks(3).run(train_in_parts, tmp_path, first=True, last=2, options=options | {"weights": "by-layer"})[0]
-    second = ranks(2).run(train_in_parts, tmp_path, first=False, last=3, options=options | {"weights": "whole"})[0]
-    third = ranks(4).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options | {"weights": "by-layer"})[
-        0
-    ]
-    np.testing.assert_allclose(first[0] + second[0] + third[0], alone[0], rtol=EXACT)
-    assert_equal_weights(third[1], alone[1])
+    found = []
+    for num_ranks, weights, last in ((3, "by-layer", 2), (2, "whole", 3), (4, "by-layer", STEPS)):
+        losses, averages = ranks(num_ranks).run(
+            train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": weights}, decay=0.75
+        )[0]
+        found += losses
+    np.testing.assert_allclose(found, alone[0], rtol=EXACT)
+    expected = weights_of(models.gpt())
+    for num_steps in range(1, STEPS + 1):
+        now = loop_on_one_device(num_steps)[1]
+        expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
+    assert_equal_weights(averages, expected)
 
 
 def held_bytes(run):
     """Bytes of all tensors of the model and its state between two steps, and of the largest two units in full."""
     state = run.state
-    tensors = [state.master, state.pushed, state.weights, state.gradients, *(p.data for p in run.model.parameters())]
+    tensors = [state.master, state.pushed, state.weights, state.gradients, *run.model.parameters()]
     tensors += [p.grad for p in run.model.parameters() if p.grad is not None]
     tensors += [value for values in state.optimizer.state.values() for value in values.values() if value.dim()]
     tensors += [] if run.gather is None else [shares.master for shares in run.gather._parts]
@@ -83,16 +93,46 @@ def test_between_steps_a_rank_holds_its_share_of_the_state_and_nothing_else(rank
     assert whole >= 2 * weights + 4 * weights / 4, "weights and gradients whole, a share of the rest"
 
 
+def average_by_hand(model):
+    with torch.no_grad():
+        torch._foreach_lerp_([torch.zeros_like(p) for p in models.gpt().parameters()], list(model.parameters()), 0.1)
+
+
+USES_OF_ALL_WEIGHTS = {
+    "state_dict": lambda model: model.state_dict(),
+    "saving the model": lambda model: torch.save(model, io.BytesIO()),
+    "a change": lambda model: model.head.weight.detach().clamp_(-1, 1),
+    "other values": lambda model: setattr(model.head.weight, "data", torch.zeros(models.VOCAB, 24).double()),
+    "a norm": lambda model: sum(parameter.square().sum() for parameter in model.parameters()),
+    "norms at once": lambda model: torch._foreach_norm(list(model.parameters())),
+    "a vector of all": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    "a copy": copy.deepcopy,
+    "an average": lambda model: AveragedModel(model),
+    "an average that was made before": lambda model: AveragedModel(models.gpt()).update_parameters(model),
+    "an average by hand": average_by_hand,
+    "an array": lambda model: model.head.weight.detach().numpy(),
+    "a comparison": lambda model: torch.equal(model.head.weight, model.head.weight),
+    "a cast": lambda model: model.float(),
+    "a look": lambda model: print(model.head.weight),
+    "a layer called by hand": lambda model: model.blocks[0](torch.zeros(1, 3, 24).double()),
+    "a part called by hand": lambda model: functional_call(model.head, {}, torch.zeros(1, 3, 24).double()),
+}
+
+
 def check_uses():
     as_started_by_torchrun()
     model = models.gpt()
     run = lw.prepare(
         model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **BY_LAYER | {"steps": 2, "recompute": "none"}
     )
-    with pytest.raises(InputError, match=r"each rank holds a share of the weights; .*`with run.plain\(\) as model"):
-        model.state_dict()
-    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
-        model.head.weight.clamp_(-1, 1)
+    for use in USES_OF_ALL_WEIGHTS.values():
+        with pytest.raises(InputError, match=r"^\w.*weight.* cannot be read or written here.*`with run.plain\(\)"):
+            use(model)
+    with pytest.raises(RuntimeError, match="cannot be read or written here"):
+        model.load_state_dict(models.gpt().state_dict())
+    assert next(model.parameters()).shape == (models.VOCAB, 24) and {p.dtype for p in model.parameters()} == {
+        torch.float64
+    }
     with run.plain(), torch.no_grad():
         model.head.weight.clamp_(-0.1, 0.1)
     micro_batches = iter(next(run.steps()))

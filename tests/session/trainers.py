@@ -116,25 +116,82 @@ class Callbacks:
         return Stop()
 
     @staticmethod
-    def notes(events):
-        """Every event, in ``events``; at saves and evaluations the model is called as a user's callback may."""
+    def notes(events, asks=lambda event, state, control: None):
+        """Every event, in ``events``; at saves and evaluations the model is called as a user's callback may.
+
+        ``asks`` sets what the callback wants at an event.
+        """
         import transformers
 
         class Notes(transformers.TrainerCallback):
             pass
 
         def noting(event):
-            def note(self, args, state, control, model=None, **others):
-                events.append((event, state.global_step))
+            def note(self, args, state, control, model=None, train_dataloader=None, **others):
+                flags = [name.removeprefix("should_") for name, value in vars(control).items() if value]
+                metrics = sorted(others.get("metrics") or others.get("logs") or ())
+                epoch = None if state.epoch is None else round(state.epoch, 9)
+                events.append(
+                    (event, state.global_step, epoch, flags, metrics, train_dataloader and len(train_dataloader))
+                )
                 if event in ("on_save", "on_evaluate", "on_log"):
                     model(torch.arange(5)[None].repeat(2, 1))
+                asks(event, state, control)
 
             return note
 
-        names = "train_begin train_end epoch_begin epoch_end step_begin step_end optimizer_step log save evaluate"
-        for name in names.split():
+        names = "init_end train_begin train_end epoch_begin epoch_end step_begin step_end optimizer_step log save "
+        for name in (names + "evaluate prediction_step").split():
             setattr(Notes, f"on_{name}", noting(f"on_{name}"))
         return Notes()
+
+
+def wishes(event, state, control):
+    """What a callback asks for: logs, evaluations and saves out of their turn, and the end in the second epoch."""
+    asked = {
+        ("on_epoch_begin", 0): "log", ("on_step_begin", 1): "save", ("on_optimizer_step", 2): "evaluate",
+        ("on_step_end", 4): "log", ("on_epoch_end", 5): "evaluate", ("on_log", 4): "save",
+        ("on_evaluate", 5): "log", ("on_step_end", 7): "training_stop",
+    }  # fmt: skip
+    if (wish := asked.get((event, state.global_step))) is not None:
+        setattr(control, f"should_{wish}", True)
+
+
+EVENTS = {
+    "by steps": {"logging_steps": 3, "eval_steps": 2, "save_steps": 3, "max_steps": 7, "logging_first_step": True},
+    "by epochs": {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"},
+    "as a callback asks": {"logging_strategy": "no", "eval_strategy": "no"},
+    "until it is worse": {"eval_steps": 1, "save_steps": 1, "learning_rate": 1.0, "load_best_model_at_end": True},
+    "before and after": {"eval_on_start": True, "eval_delay": 2, "eval_steps": 1, "save_strategy": "best"},
+    "gone on": {"eval_steps": 2, "save_steps": 2, "max_steps": 7},
+}
+"""Arguments under which events of callbacks come in other orders."""
+
+
+def events_of(folder, name, *, stock, accumulation=4):
+    """All events of a run, as a callback notes them; it may be resumed from the middle of an epoch."""
+    from transformers import EarlyStoppingCallback
+
+    options = {
+        "gradient_accumulation_steps": accumulation, "num_train_epochs": 2, "max_steps": -1, "eval_strategy": "steps",
+        "metric_for_best_model": "loss", "optim": "sgd", "save_strategy": "steps",
+    }  # fmt: skip
+    options |= EVENTS[name]
+    if name == "as a callback asks":
+        options["save_strategy"] = "no"
+    events = []
+    callbacks = [lambda: Callbacks.notes(events, wishes if name == "as a callback asks" else lambda *_: None)]
+    callbacks += [lambda: EarlyStoppingCallback(early_stopping_patience=2)] if name == "until it is worse" else []
+    common = {"stock": stock, "callbacks": callbacks, "eval_dataset": dataset(7)}
+    train(folder, options, **common)
+    if name == "gone on":
+        train(folder, options, resume=str(folder / "checkpoint-2"), model=gpt2(seed=9), **common)
+    return events
+
+
+def all_events_of(folder, names):
+    """By name: all events on this of two ranks, whose steps are those of one process."""
+    return {name: events_of(folder / name, name, stock=False, accumulation=2) for name in names}
 
 
 def stop_on_the_last(folder, options):

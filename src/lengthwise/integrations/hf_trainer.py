@@ -241,7 +241,7 @@ class Trainer(transformers.Trainer):
         self._total_loss_scalar = 0.0
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = None
+        self.callback_handler.train_dataloader = self.get_train_dataloader()  # for callbacks: batches are planned
 
     def _loop(self, run: Run, end_step: Any) -> None:
         steps, has_ended = run.steps(), True

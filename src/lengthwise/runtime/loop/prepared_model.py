@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
@@ -60,7 +59,6 @@ class PreparedModel:
         """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None
         """Raises ``InputError`` where the largest token or label of sequences, with its place, is none of the model."""
-        self._guard: RemovableHandle | None = None
 
     @classmethod
     def with_optimizer(
@@ -173,7 +171,6 @@ class PreparedModel:
         used = self.wrapped_model.used_units or units_of_modules(self.wrapped_model.structure)
         gather = LayerGather(self.state, used, frozen=frozen)
         self.wrapped_model.layers.gather = gather
-        self._guard = self.model.register_state_dict_pre_hook(self._refuse_shares)
         self.update_weights()
 
     @contextmanager
@@ -287,13 +284,6 @@ class PreparedModel:
         if self.overlap is not None and any(is_late):
             self.overlap.push_late()
 
-    def _refuse_shares(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not self.wrapped_model.is_plain and not keep_vars:  # who keeps variables looks at names, not at values
-            raise InputError(
-                "between steps each rank holds a share of the weights; on every rank, call "
-                "`with run.plain() as model: model.state_dict()`, or run.save(folder)"
-            )
-
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation.
@@ -356,16 +346,12 @@ class PreparedModel:
             wrapped_model.release()
         if self.gather is None or sys.exc_info()[0] is None:
             self.restore_weights()
-        elif self._guard is not None:
-            self._guard.remove()
 
     def restore_weights(self) -> None:
         """Give the model all weights back, where they were before they were gathered by layer; every rank calls it."""
         if self.gather is None:
             self.state.release_params()
             return
-        assert self._guard is not None
-        self._guard.remove()
         self.gather.restore()
         self.model.to(self.gather.home)
         self.wrapped_model.layers.gather = None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lengthwise.core.layout import shard_size
 from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.state.absent_parameter import make_present
 from lengthwise.runtime.state.propagation import UnitRoute
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterSlot
@@ -57,7 +58,8 @@ class GatheredPart:
         self.pull = None
         assert self.weights is not None
         for slot in self.slots:
-            self.shares.named[slot.name].data = self.view(self.weights, slot)
+            make_present(parameter := self.shares.named[slot.name])
+            parameter.data = self.view(self.weights, slot)
 
     def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
         """The place of a parameter in what is laid out as the part."""

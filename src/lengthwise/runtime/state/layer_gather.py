@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.state.absent_parameter import make_absent
 from lengthwise.runtime.state.gathered_part import GatheredPart, parts_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
@@ -385,14 +386,12 @@ class LayerGather:
         return self._moment >= len(self._moments) // 2
 
     def _detach(self, part: GatheredPart) -> None:
-        """Leave parameters their shapes alone: they read as NaN, and writing to them is an error."""
+        """Leave parameters their shapes alone: to read or write them is an error."""
         for slot in part.slots:
-            parameter = part.shares.named[slot.name]
             if part.shares is self._state:
                 self._state.collect_gradient(slot.name, None)
-            dtype = self._dtype or part.shares.compute_dtype
-            nothing = torch.full((), torch.nan, dtype=dtype, device=self._state.world.device)
-            parameter.data = nothing.expand(slot.shape)
+            dtype, device = self._dtype or part.shares.compute_dtype, self._state.world.device
+            make_absent(part.shares.named[slot.name], slot.name, dtype=dtype, device=device, shape=slot.shape)
 
     def _zeros(self, part: GatheredPart) -> Tensor:
         assert part.route is not None

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from lengthwise.runtime.state.absent_parameter import FORM_FUNCTIONS, AbsentParameter
 from lengthwise.runtime.state.table import ParameterTable
 
 _arrivals: dict[int, Callable[[], None]] = {}
@@ -23,24 +24,11 @@ class PendingParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
-        if func in _OF_FORM:
+        if func in FORM_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         wait_for(pytree.tree_iter((args, kwargs)))
         return func(*args, **kwargs)
-
-
-_OF_FORM: frozenset[Any] = frozenset({
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.element_size, Tensor.__hash__, Tensor.__len__, Tensor.is_contiguous, Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    *(getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_sparse", "grad",
-        "grad_fn", "is_meta", "is_quantized", "nbytes", "itemsize",
-    )),
-    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
-})  # fmt: skip
-"""Functions and properties that tell nothing of a parameter's values."""
 
 
 def wait_for(values: Iterable[Any]) -> None:
@@ -61,8 +49,11 @@ class PendingUnits:
         self._begun: set[int] = set()
 
     def begin(self, unit: int, arrive: Callable[[], None]) -> None:
-        """Let whoever reads a parameter of ``unit`` call ``arrive`` first; now, if one is of a class of its own."""
-        parameters = self._parameters.get(unit, [])
+        """Let whoever reads a parameter of ``unit`` call ``arrive`` first; now, if one is of a class of its own.
+
+        What comes for other ranks alone nobody reads.
+        """
+        parameters = [p for p in self._parameters.get(unit, []) if not isinstance(p, AbsentParameter)]
         if any(type(parameter) is not nn.Parameter for parameter in parameters):
             arrive()
             return

@@ -36,6 +36,7 @@ from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.comm.host_memory import RunningSums, UnitSums
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.state.absent_parameter import make_present
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
@@ -353,6 +354,7 @@ class ShardedState(ShardedWeights):
         self.holdings = None
         self._grad_views, self._weight_views = {}, {}
         for name, parameter in self.named.items():
+            make_present(parameter)
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
 

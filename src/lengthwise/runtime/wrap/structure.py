@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.absent_parameter import AbsentParameter
 from lengthwise.runtime.state.table import ParameterTable
 
 Layers = nn.ModuleList | nn.Sequential
@@ -75,7 +76,7 @@ class ModelStructure:
         """Group frozen parameters into the same units, one table for each dtype; quantized ones are in none."""
         names_of_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in self.model.named_parameters():
-            is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+            is_plain = type(parameter) in (nn.Parameter, AbsentParameter) and parameter.layout == torch.strided
             if not parameter.requires_grad and is_plain and parameter.dtype in _SHARDED_DTYPES:
                 names_of_dtype.setdefault(parameter.dtype, []).append(name)
         return [self._table_of(names) for names in names_of_dtype.values()]
