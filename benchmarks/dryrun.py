@@ -4,16 +4,12 @@ python benchmarks/dryrun.py                                    # every row of dr
 python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
 python benchmarks/dryrun.py --stages 2                         # pipelines of two stages, the first rank of each
 python benchmarks/dryrun.py --ladder                           # layers offloaded, feed-forwards in tiles
-python benchmarks/dryrun.py --prepared 8b                      # a Llama of transformers, weights whole and by layer
+python benchmarks/dryrun.py --reach 8:3700000,32:15000000      # Llama-3-8B, one sequence on all GPUs, state on the host
 """
 
 import argparse
-import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from lengthwise.config.run_config import load
@@ -22,8 +18,7 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, 
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
-from lengthwise.models.stock_model import read_stock_model
-from lengthwise.session.dry_run import dry_run_plan, dry_run_stock
+from lengthwise.session.dry_run import PlanToRun, dry_run_plans
 
 RUNGS = ((0, 4, 0), (0, 2, 0), (4, 4, 0), (0, 0, 4096), (4, 0, 4096), (4, 4, 4096))
 """Layers of four that are recomputed and offloaded, and tokens of a feed-forward's tile."""
@@ -50,53 +45,14 @@ def plan_of(
             micro_batches.append(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1))
         ranks = tuple(range(first, first + scheme.num_devices))
         pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=tuple(micro_batches)))
+    return plan_with(tuple(pipelines))
+
+
+def plan_with(pipelines: tuple[Pipeline, ...]) -> StepPlan:
+    """A step of these pipelines, whose seconds nobody asks for."""
     return StepPlan(
-        step=0,
-        policy="static",
-        pipelines=tuple(pipelines),
-        loss_normaliser=1,
-        update_s=0.0,
-        time_s=1.0,
-        lower_bound_s=1.0,
+        step=0, policy="static", pipelines=pipelines, loss_normaliser=1, update_s=0.0, time_s=1.0, lower_bound_s=1.0
     )
-
-
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
-PREPARED = {
-    "8b": (8, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
-    "70b": (16, {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}),
-}
-"""Ranks and sizes of models that transformers computes."""
-
-
-def print_prepared(name: str) -> None:
-    """Rows of a prepared model: each rank a micro-batch of its own, or all ranks of a node share one by ulysses."""
-    num_ranks, sizes = PREPARED[name]
-    cluster, config = cluster_preset(f"{num_ranks // 8}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
-    print(
-        "| weights | ranks a pack | tokens | recompute | state | peak | predicted | ratio | waits |\n"
-        + "| --- " * 9
-        + "|"
-    )
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**LLAMA, **sizes}))
-        stock = read_stock_model(Path(folder))
-        for weights, (method, num_tokens), recompute in product(
-            ("whole", "by-layer"), ((Method.DENSE, 8192), (Method.ULYSSES, 65536)), (False, True)
-        ):
-            num_layers = sizes["num_hidden_layers"]
-            plan = plan_of(method, num_tokens, num_layers=num_layers, num_ranks=num_ranks, recompute=recompute)
-            document = dry_run_stock(plan, stock, cluster, config=config, ranks=[0], weights=weights, num_kept=0)
-            (row,) = document["ranks"]
-            counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
-            state = sum(row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer")) / GIB
-            waits = sum(wait["count"] for wait in row["synchronisations"])
-            degree = 1 if method is Method.DENSE else 8
-            print(
-                f"| {weights} | {degree} | {num_tokens:,} | {'all' if recompute else 'none'} | {state:.2f} | "
-                f"{counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} | {waits} |",
-                flush=True,
-            )
 
 
 def print_ladder(methods: list[str], tokens: list[int]) -> None:
@@ -104,64 +60,88 @@ def print_ladder(methods: list[str], tokens: list[int]) -> None:
     spec = replace(model_preset("llama-7b"), num_layers=4)
     cluster, config = cluster_preset("1x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
 
-    def run(cell: tuple[str, int, tuple[int, int, int]]) -> tuple[str, dict[str, Any]]:
-        name, num_tokens, (recomputed, offloaded, tile_tokens) = cell
+    def plan_for(name: str, num_tokens: int, rung: tuple[int, int, int]) -> StepPlan:
+        recomputed, offloaded, tile_tokens = rung
         plan = plan_of(Method(name), num_tokens, num_layers=4, num_ranks=8, recompute=recomputed == 4)
         changes = {"offload": spread(offloaded, 4), "tile_tokens": tile_tokens}
         pipelines = tuple(replace(part, scheme=replace(part.scheme, **changes)) for part in plan.pipelines)
-        plan = replace(plan, pipelines=pipelines)
-        (row,) = dry_run_plan(plan, spec, cluster, config=config, ranks=[0])["ranks"]
-        return pipelines[0].scheme.name, row
+        return replace(plan, pipelines=pipelines)
 
     print("| scheme | tokens | counted GiB | predicted GiB | ratio |\n" + "| --- " * 5 + "|")
-    cells = list(product(methods, tokens, RUNGS))
-    with ThreadPoolExecutor(2) as pool:
-        for (_, num_tokens, _), (scheme, row) in zip(cells, pool.map(run, cells)):
-            counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
-            print(
-                f"| {scheme} | {num_tokens:,} | {counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} |",
-                flush=True,
-            )
+    for name in methods:
+        cells = list(product((name,), tokens, RUNGS))
+        plans = [plan_for(*cell) for cell in cells]
+        runs = [PlanToRun(plan=plan, model=spec, cluster=cluster, config=config, ranks=(0,)) for plan in plans]
+        for (_, num_tokens, _), plan, document in zip(cells, plans, dry_run_plans(runs)):
+            (row,) = document["ranks"]
+            print(f"| {plan.pipelines[0].scheme.name} | {num_tokens:,} | {_compared(row)} |", flush=True)
+
+
+def print_reach(wanted: list[str]) -> None:
+    """One sequence of Llama-3-8B on all GPUs of ``GPUS:TOKENS``, every rung of the memory ladder, on the first rank."""
+    spec = model_preset("llama-3-8b")
+    config = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
+    print("| GPUs | scheme | tokens | counted GiB | predicted GiB | ratio | may fill GiB | s |\n" + "| --- " * 8 + "|")
+    for num_gpus, num_tokens in (map(int, cell.split(":")) for cell in wanted):
+        method = Method.DENSE if num_gpus == 1 else Method.METP
+        scheme = PipelineConfig(
+            degree=num_gpus, stage_layers=(spec.num_layers,), recompute=(True,) * spec.num_layers,
+            offload=(True,) * spec.num_layers, tile_tokens=4096 if num_gpus == 1 else 0,
+            methods=(method,) * spec.num_layers, weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
+        )  # fmt: skip
+        pack = PlannedMicroBatch(pack=Pack(ids=(0,), lengths=(num_tokens,)), time_s=1.0, peak_bytes=1)
+        pipeline = Pipeline(ranks=tuple(range(num_gpus)), scheme=scheme, micro_batches=(pack,))
+        cluster = cluster_preset(f"{max(1, num_gpus // 8)}x{min(8, num_gpus)}xH100-80GB")
+        run = PlanToRun(plan=plan_with((pipeline,)), model=spec, cluster=cluster, config=config, ranks=(0,))
+        (row,) = dry_run_plans([run])[0]["ranks"]
+        limit = cluster.device.with_margin().memory_bytes / GIB
+        line = f"| {num_gpus} | {scheme.name} | {num_tokens:,} | {_compared(row)} | {limit:.1f} | {row['time_s']:.0f} |"
+        print(line, flush=True)
+
+
+def _compared(row: dict[str, Any]) -> str:
+    counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
+    return f"{counted:.2f} | {predicted:.2f} | {predicted / counted:.3f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=",".join(map(str, Method)))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--prepared", choices=PREPARED)
+    parser.add_argument("--all-ranks", action="store_true", help="the middle and the last rank too")
     parser.add_argument("--ladder", action="store_true")
+    parser.add_argument("--reach", help="one sequence on all GPUs, such as 8:3700000,32:15000000")
     asked = parser.parse_args()
+    if asked.reach:
+        return print_reach(asked.reach.split(","))
+    methods, tokens = asked.methods.split(","), list(map(int, asked.tokens.split(",")))
     if asked.ladder:
-        return print_ladder(asked.methods.split(","), list(map(int, asked.tokens.split(","))))
-    if asked.prepared:
-        return print_prepared(asked.prepared)
+        return print_ladder(methods, tokens)
     spec = replace(model_preset("llama-7b"), num_layers=asked.layers)
     cluster, config = cluster_preset(f"{asked.nodes}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
-    cells = list(product(asked.methods.split(","), map(int, asked.tokens.split(",")), (False, True)))
-    ranks = sorted({stage * (1 if asked.methods == "dense" else 8 // asked.stages) for stage in range(asked.stages)})
-
-    def run(cell: tuple[str, int, bool]) -> list[dict[str, Any]]:
-        name, num_tokens, recompute = cell
-        plan = plan_of(
-            Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices, recompute=recompute,
-            stages=asked.stages,
-        )  # fmt: skip
-        rows: list[dict[str, Any]] = dry_run_plan(plan, spec, cluster, config=config, ranks=ranks)["ranks"]
-        return rows
-
     print("| method | tokens | recompute | rank | counted GiB | predicted GiB | ratio |\n" + "| --- " * 7 + "|")
-    with ThreadPoolExecutor(2) as pool:
-        for (name, num_tokens, recompute), rows in zip(cells, pool.map(run, cells)):
-            for row in rows:
-                counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
-                print(
-                    f"| {name} | {num_tokens:,} | {'all' if recompute else 'none'} | {row['rank']} | {counted:.2f} | "
-                    f"{predicted:.2f} | {predicted / counted:.3f} |",
-                    flush=True,
-                )
+    for name in methods:
+        degree = 1 if name == Method.DENSE else 8 // asked.stages
+        middle, last = cluster.num_devices // 2, cluster.num_devices - 1
+        ranks = {stage * degree for stage in range(asked.stages)} | ({middle, last} if asked.all_ranks else set())
+        cells = list(product(tokens, (False, True)))
+        runs = [
+            PlanToRun(
+                plan=plan_of(
+                    Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices,
+                    recompute=recompute, stages=asked.stages,
+                ),
+                model=spec, cluster=cluster, config=config, ranks=tuple(sorted(ranks)),
+            )
+            for num_tokens, recompute in cells
+        ]  # fmt: skip
+        for (num_tokens, recompute), document in zip(cells, dry_run_plans(runs)):
+            for row in document["ranks"]:
+                kind = "all" if recompute else "none"
+                print(f"| {name} | {num_tokens:,} | {kind} | {row['rank']} | {_compared(row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Dry runs of prepared models of transformers: bytes counted and predicted, by family, weights, degree and stages.
+"""Dry runs of prepared models of transformers: bytes predicted and counted, by family, weights, degree and stages.
 
-python benchmarks/dryrun_prepared.py                            # every row of dryrun.md
-python benchmarks/dryrun_prepared.py --families qwen3 --tokens 4096 --weights whole
+python benchmarks/dryrun_prepared.py                                # every row of dryrun.md, about half an hour
+python benchmarks/dryrun_prepared.py --families qwen3,llama-8b      # of some, added to results/dryrun_prepared.jsonl
+python benchmarks/dryrun_prepared.py --families ""                  # the table of what is there
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,112 +25,170 @@ from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import run_process
 from lengthwise.session.prepared_dry_run import PreparedDryRun, schemes_of
 
-LAYERS, WIDTH = 4, 2048
+LAYERS, WIDTH, POSITIONS = 4, 2048, 1 << 18
 SIZES = {
     "hidden_size": WIDTH, "intermediate_size": 5632, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 1 << 18,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": POSITIONS,
 }  # fmt: skip
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA_3 = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], **SIZES},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 128, "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES, "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES, "sliding_window": None},
+    "mistral, window of 4,096": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES, "sliding_window": 4096,
+    },
     "gpt2": {
-        "architectures": ["GPT2LMHeadModel"], "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 16, "vocab_size": 32000,
-        "n_positions": 1 << 18, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 16,
+        "vocab_size": 32000, "n_positions": POSITIONS, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
     },
     "modernbert": {
-        "architectures": ["ModernBertForMaskedLM"], **SIZES, **TOKEN_IDS, "mask_token_id": 4, "cls_token_id": 1,
-        "sep_token_id": 2,
+        "architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", **SIZES, **TOKEN_IDS,
+        "mask_token_id": 4, "cls_token_id": 1, "sep_token_id": 2,
+    },
+    "llama-8b": {
+        **LLAMA_3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "llama-70b": {
+        **LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
 }  # fmt: skip
-NUM_RANKS, MICRO_BATCHES, SEQUENCES = 8, 2, 4
+LARGE = {"llama-8b": 8, "llama-70b": 16}
+"""Ranks of the large models; small ones have 8."""
+MICRO_BATCHES, SEQUENCES = 2, 4
+RESULTS = Path(__file__).parent / "results" / "dryrun_prepared.jsonl"
+SHARES = {"": (False, False), "recompute": (True, False), "offload": (False, True), "both": (True, True)}
+"""Whether all layers are recomputed and offloaded, by what a row says of it."""
 
 
-def plan_of(num_tokens: int, *, degree: int, stages: int, recompute: bool, num_layers: int = LAYERS) -> StepPlan:
-    """Equal pipelines with packs of four sequences, ``num_tokens`` on each rank, twice as many packs as stages."""
-    method = Method.DENSE if degree == 1 else Method.ULYSSES
-    recomputed = num_layers if recompute else 0
-    scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=recomputed, stages=stages)
-    lengths, pipelines, sequence = (num_tokens * degree // SEQUENCES,) * SEQUENCES, [], 0
-    for first in range(0, NUM_RANKS, scheme.num_devices):
-        packs = []
-        for _ in range(MICRO_BATCHES * stages):
-            packs.append(Pack(ids=tuple(range(sequence, sequence := sequence + SEQUENCES)), lengths=lengths))
-        micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
-        ranks = tuple(range(first, first + scheme.num_devices))
-        pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=micro_batches))
-    return StepPlan(
-        step=0, policy="static", pipelines=tuple(pipelines), loss_normaliser=1, update_s=0.0, time_s=1.0,
-        lower_bound_s=1.0,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step of a model; ``num_tokens`` are those of each rank."""
+
+    weights: HeldWeights
+    degree: int
+    num_tokens: int
+    stages: int = 1
+    rung: str = ""
+    """Of :data:`SHARES`."""
+
+    def plan(self, num_layers: int, num_ranks: int) -> StepPlan:
+        """Equal pipelines with packs of four sequences, twice as many packs as stages."""
+        method, (is_recomputed, is_offloaded) = Method.DENSE if self.degree == 1 else Method.ULYSSES, SHARES[self.rung]
+        scheme = uniform_scheme(
+            num_layers, degree=self.degree, method=method, recomputed=num_layers * is_recomputed, stages=self.stages
+        )
+        scheme = replace(scheme, offload=(True,) * num_layers if is_offloaded else ())
+        lengths, pipelines, sequence = (self.num_tokens * self.degree // SEQUENCES,) * SEQUENCES, [], 0
+        for first in range(0, num_ranks, scheme.num_devices):
+            packs = []
+            for _ in range(MICRO_BATCHES * self.stages):
+                packs.append(Pack(ids=tuple(range(sequence, sequence := sequence + SEQUENCES)), lengths=lengths))
+            micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
+            ranks = tuple(range(first, first + scheme.num_devices))
+            pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=micro_batches))
+        return StepPlan(
+            step=0, policy="static", pipelines=tuple(pipelines), loss_normaliser=1, update_s=0.0, time_s=1.0,
+            lower_bound_s=1.0,
+        )  # fmt: skip
 
 
-def rows_of(
-    family: str, num_tokens: int, *, degrees: Sequence[int], stages: Sequence[int], weights: Sequence[HeldWeights]
-) -> Iterator[dict[str, Any]]:
-    """Counted and predicted peaks of the first rank of each stage, with and without recompute."""
-    cells = [
-        (degree, num_stages, recompute)
-        for degree, num_stages, recompute in product(degrees, stages, (False, True))
-        if degree * num_stages <= NUM_RANKS
-    ]
-    plans = {
-        (degree, num_stages, recompute): plan_of(num_tokens, degree=degree, stages=num_stages, recompute=recompute)
-        for degree, num_stages, recompute in cells
-    }
+def cases_of(family: str) -> Iterator[Case]:
+    """What is run of a family: degrees, stages, 64K tokens on a rank and 512K on eight; of large models by layer."""
+    both: tuple[HeldWeights, ...] = ("whole", "by-layer")
+    plain = ("", "recompute")
+    if family in LARGE:
+        for degree, rung in product((1, 8), plain):
+            yield Case(weights="by-layer", degree=degree, num_tokens=8192, rung=rung)
+        return
+    for degree, weights, rung in product((1, 2, 8), both, plain):
+        yield Case(weights=weights, degree=degree, num_tokens=4096, rung=rung)
+    for degree, weights, rung in product((1, 2), both, plain):
+        yield Case(weights=weights, degree=degree, num_tokens=32768, stages=2, rung=rung)
+    for rung in plain:
+        yield Case(weights="whole", degree=1, num_tokens=65536, rung=rung)
+    for weights, rung in product(both, ("recompute", "offload", "both")):
+        yield Case(weights=weights, degree=8, num_tokens=65536, rung=rung)
+
+
+def rows_of(family: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Counted and predicted peaks of the first rank of each stage, from one process for all ``cases``."""
+    document, num_ranks = FAMILIES[family], LARGE.get(family, 8)
+    num_layers = document.get("num_hidden_layers", LAYERS)
+    plans = [case.plan(num_layers, num_ranks) for case in cases]
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**FAMILIES[family], "model_type": family}))
-        config = load(None, ["train.dtype=bfloat16"])
-        trial = PreparedDryRun(config, read_stock_model(Path(folder)), cluster_preset("1x8xH100-80GB"))
-        by_degree = {plan.pipelines[0].scheme.degree: plan for plan in plans.values()}
-        profiles = [trial.profile_request(num_tokens * degree, schemes_of(plan)) for degree, plan in by_degree.items()]
-        tables = dict(zip(by_degree, (rows[0] for rows in run_process(profiles))))
-        costs = {
-            (degree, name): trial.cost_of(tables[degree], longest=num_tokens * degree, weights=name)
-            for degree, name in product(by_degree, weights)
+        (Path(folder) / "config.json").write_text(json.dumps(document))
+        cluster = cluster_preset(f"{num_ranks // 8}x8xH100-80GB")
+        trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(Path(folder)), cluster)
+        sizes = {
+            (case.degree, case.num_tokens): (min(POSITIONS, case.num_tokens * case.degree), schemes_of(plan))
+            for case, plan in zip(cases, plans)
         }
-        steps = [(*cell, name) for cell in cells for name in weights]
-        requests = [
+        steps = [
             trial.step_request(
-                plans[degree, num_stages, recompute], costs[degree, name],
-                [stage * degree for stage in range(num_stages)], num_kept=0,
+                plan, [stage * case.degree for stage in range(case.stages)],
+                num_kept=None if case.weights == "whole" else 0,
             )
-            for degree, num_stages, recompute, name in steps
+            for case, plan in zip(cases, plans)
         ]  # fmt: skip
-        for (degree, num_stages, recompute, name), request in zip(steps, requests):
-            for row in run_process([request])[0]:
-                plan = plans[degree, num_stages, recompute]
-                row = trial.beside_prediction(plan, costs[degree, name], row, num_kept=0)
-                row |= {"family": family, "tokens": num_tokens, "degree": degree, "stages": num_stages}
-                yield row | {"stage": row["rank"] // degree, "recompute": recompute, "weights": name}
+        answers = run_process([*(trial.profile_request(*size) for size in sizes.values()), *steps])
+        profiles = dict(zip(sizes, (rows[0] for rows in answers)))
+        for case, plan, rows in zip(cases, plans, answers[len(sizes) :]):
+            key = case.degree, case.num_tokens
+            cost = trial.cost_of(profiles[key], longest=sizes[key][0], weights=case.weights)
+            for row in rows:
+                row = trial.beside_prediction(plan, cost, row, num_kept=0)
+                numbers = {name: row[name] for name in ("rank", "peak_bytes", "peak_total_bytes", "peak_at", "time_s")}
+                numbers["has_logits"] = row["largest_allocation"][0] >= case.num_tokens * trial.stock.vocab_size
+                state = sum(row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer"))
+                numbers |= {"family": family, **asdict(case), "stage": row["rank"] // case.degree, "state_bytes": state}
+                predicted = row["predicted"]
+                numbers |= {"predicted": predicted["peak_bytes"], "predicted_bytes": predicted["peak_total_bytes"]}
+                yield numbers
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One row for every case of a family, its rungs beside one another: predicted / counted GiB, and their ratio."""
+    names = ("weights", "degree", "stages", "stage", "num_tokens")
+    cells: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in rows:
+        counted, predicted = row["peak_total_bytes"] / GIB, row["predicted_bytes"] / GIB
+        cell = f"{predicted:.2f} / {counted:.2f} ({predicted / counted:.3f})"
+        cells.setdefault((row["family"], *(row[name] for name in names)), {})[row["rung"]] = cell
+    lines = [
+        "| model | weights | ranks a pack | stage | tokens | keep all | recompute | offload | both |",
+        "| --- " * 9 + "|",
+    ]
+    for (family, weights, degree, stages, stage, num_tokens), of_rungs in cells.items():
+        values = " | ".join(of_rungs.get(rung, "") for rung in SHARES)
+        lines.append(f"| {family} | {weights} | {degree} | {stage + 1} of {stages} | {num_tokens:,} | {values} |")
+    return "\n".join(lines)
+
+
+def latest(path: Path) -> list[dict[str, Any]]:
+    """The last row of each case in a file, by family."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    names = ("family", "weights", "degree", "stages", "stage", "num_tokens", "rung")
+    last = {tuple(row[name] for name in names): row for row in rows}
+    return sorted(last.values(), key=lambda row: list(FAMILIES).index(row["family"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--tokens", default="4096,32768", help="on each rank")
-    parser.add_argument("--degrees", default="1,2,8")
-    parser.add_argument("--stages", default="1,2")
-    parser.add_argument("--weights", default="whole,by-layer")
-    parser.add_argument("--json", type=Path, help="write all that was counted here")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=";".join(FAMILIES), help="separated by semicolons")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="where rows are added")
     asked = parser.parse_args()
-    names = ("family", "weights", "degree", "stages", "stage", "tokens", "recompute")
-    print(f"| {' | '.join(names)} | counted GiB | predicted GiB | ratio |\n" + "| --- " * 10 + "|")
-    documents = []
-    for family, num_tokens in product(asked.families.split(","), map(int, asked.tokens.split(","))):
-        degrees, stages = ([int(number) for number in text.split(",")] for text in (asked.degrees, asked.stages))
-        rows = rows_of(family, num_tokens, degrees=degrees, stages=stages, weights=asked.weights.split(","))
-        for row in rows:
-            counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
-            print(
-                f"| {' | '.join(str(row[name]) for name in names)} | {counted:.2f} | {predicted:.2f} | "
-                f"{predicted / counted:.3f} |",
-                flush=True,
-            )
-            documents.append(row)
-    if asked.json:
-        asked.json.write_text(json.dumps(documents))
+    for family in filter(None, asked.families.split(";")):
+        rows = list(rows_of(family, list(cases_of(family))))
+        with asked.rows.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    print(table(latest(asked.rows)))
 
 
 if __name__ == "__main__":

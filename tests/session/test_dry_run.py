@@ -11,7 +11,7 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, 
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.volume import layer_volume
-from lengthwise.session.dry_run import dry_run_plan
+from lengthwise.session.dry_run import PlanToRun, dry_run_plan, dry_run_plans
 
 SPEC = replace(model_preset("llama-tiny"), num_layers=2)
 CONFIG = load(None, ["train.dtype=bfloat16"])
@@ -56,32 +56,52 @@ HETEROGENEOUS = plan_of(
 )
 
 
-def test_a_state_in_host_memory_takes_nothing_of_the_device():
-    """One rank alone keeps the weights, and of gradients what is on its way to the host."""
-    on_host = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
-    plans = {
-        "1x8xH100-80GB": (HETEROGENEOUS, [4]),
-        "1x1xH100-80GB": (plan_of((scheme_of("dense", "dense"), [[64]])), [0]),
+ALONE = plan_of((scheme_of("dense", "dense"), [[64]]))
+OFFLOADED = plan_of((replace(scheme_of("ring", "ring", degree=2), offload=(True, True)), [[768]]))
+TWO_LARGE = plan_of(
+    (scheme_of("dense", "dense"), [[16384, 16384]]),
+    (scheme_of("ulysses", "ulysses", degree=2, recompute=True), [[65536]]),
+)
+ON_HOST = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
+
+
+def run_of(plan, *ranks, model=SPEC, config=CONFIG):
+    cluster = cluster_preset(f"1x{plan.num_devices}xH100-80GB")
+    return PlanToRun(plan=plan, model=model, cluster=cluster, config=config, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Every dry run of these tests, from one process."""
+    runs = {
+        "heterogeneous": run_of(HETEROGENEOUS, 1, 4, 7),
+        "heterogeneous, state on host": run_of(HETEROGENEOUS, 4, config=ON_HOST),
+        "alone": run_of(ALONE, 0),
+        "alone, state on host": run_of(ALONE, 0, config=ON_HOST),
+        "offloaded": run_of(OFFLOADED, 0),
+        "large": run_of(TWO_LARGE, 0, 1, model=LARGE),
     }
-    for cluster, (plan, ranks) in plans.items():
-        rows = [
-            dry_run_plan(plan, SPEC, cluster_preset(cluster), config=config, ranks=ranks)["ranks"][0]
-            for config in (CONFIG, on_host)
-        ]
-        device, host = (row["peak_bytes"] for row in rows)
-        assert host["optimizer"] == 0 < device["optimizer"] and host["weights"] == device["weights"]
-        assert sum(host.values()) <= sum(device.values()) - 0.9 * device["optimizer"] + device["weights"]
-        assert (host["gradients"] == 0) == (plan.num_devices == 1)
-        assert rows[0]["races"] == rows[1]["races"] == []
-        waits = {wait["line"].partition(" in ")[2] for wait in rows[1]["synchronisations"]}
-        assert waits == {"global_norm"}, "copies are waited for on other ways"
+    return dict(zip(runs, dry_run_plans(list(runs.values()))))
 
 
-def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_waits():
+@pytest.mark.parametrize(("name", "rank"), [("heterogeneous", 4), ("alone", 0)])
+def test_a_state_in_host_memory_takes_nothing_of_the_device(documents, name, rank):
+    """One rank alone keeps the weights, and of gradients what is on its way to the host."""
+    rows = [
+        next(row for row in documents[key]["ranks"] if row["rank"] == rank) for key in (name, f"{name}, state on host")
+    ]
+    device, host = (row["peak_bytes"] for row in rows)
+    assert host["optimizer"] == 0 < device["optimizer"] and host["weights"] == device["weights"]
+    assert sum(host.values()) <= sum(device.values()) - 0.9 * device["optimizer"] + device["weights"]
+    assert (host["gradients"] == 0) == (name == "alone")
+    assert rows[0]["races"] == rows[1]["races"] == []
+    waits = {wait["line"].partition(" in ")[2] for wait in rows[1]["synchronisations"]}
+    assert waits == {"global_norm"}, "copies are waited for on other ways"
+
+
+def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_waits(documents):
     """What two layers keep goes out and comes back, but for the last one's, whose backward follows at once."""
-    scheme = scheme_of("ring", "ring", degree=2)
-    plan = plan_of((replace(scheme, offload=(True, True)), [[768]]))
-    row = dry_run_plan(plan, SPEC, cluster_preset("1x2xH100-80GB"), config=CONFIG, ranks=[0])["ranks"][0]
+    (row,) = documents["offloaded"]["ranks"]
     copies = {copy["direction"]: copy for copy in row["host_copies"] if copy["stream"]}
     kept_bytes = layer_volume(SPEC, Method.RING, degree=2, dtype="bfloat16").kept_bytes * 768
     assert copies["to the host"]["bytes"] == pytest.approx(2 * kept_bytes, rel=0.02)
@@ -97,18 +117,14 @@ def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_wai
     assert {"stream #1", "stream #2"} < awaited, "memory is freed once it is copied, and used once it is back"
 
 
-@pytest.fixture(scope="module")
-def document():
-    return dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[1, 4, 7])
-
-
-def test_collectives_of_every_rank_are_those_of_the_proven_plan(document):
+def test_collectives_of_every_rank_are_those_of_the_proven_plan(documents):
+    document = documents["heterogeneous"]
     assert document["differences"] == [] and len(document["ranks"]) == 3
     assert [row["races"] for row in document["ranks"]] == [[]] * 3
 
 
-def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):
-    for row in document["ranks"]:
+def test_flops_and_sent_bytes_are_those_of_the_closed_forms(documents):
+    for row in documents["heterogeneous"]["ranks"]:
         predicted = row["predicted"]
         # Tokens without a target skip the head: a rank may have one more of them than its share.
         assert row["flops"]["products"] == pytest.approx(predicted["flops"]["products"], rel=0.001), row["rank"]
@@ -116,21 +132,16 @@ def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):
         assert row["flops"]["attention"] == pytest.approx(predicted["flops"]["attention"], rel=0.01), row["rank"]
 
 
-def test_the_host_waits_for_the_device_in_the_update_alone(document):
-    for row in document["ranks"]:
+def test_the_host_waits_for_the_device_in_the_update_alone(documents):
+    for row in documents["heterogeneous"]["ranks"]:
         waits = [(wait["line"].partition(" in ")[2], wait["count"]) for wait in row["synchronisations"]]
         assert waits == [("global_norm", 1)], (row["rank"], row["synchronisations"])
 
 
-def test_peaks_are_within_five_percent_of_the_memory_model():
-    plan = plan_of(
-        (scheme_of("dense", "dense"), [[16384, 16384]]),
-        (scheme_of("ulysses", "ulysses", degree=2, recompute=True), [[65536]]),
-    )
-    document = dry_run_plan(plan, LARGE, cluster_preset("1x3xH100-80GB"), config=CONFIG, ranks=[0, 1])
-    for row in document["ranks"]:
+def test_peaks_are_within_five_percent_of_the_memory_model(documents):
+    for row in documents["large"]["ranks"]:
         assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN), row["rank"]
-    assert document["differences"] == []
+    assert documents["large"]["differences"] == []
 
 
 @pytest.mark.deep

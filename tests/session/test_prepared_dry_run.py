@@ -69,11 +69,11 @@ def dry_runs(request, tmp_path_factory):
     (folder / "config.json").write_text(json.dumps({**MODELS[request.param], "model_type": request.param}))
     trial = PreparedDryRun(config, read_stock_model(folder), cluster)
     schemes = sorted({scheme for plan in PLANS.values() for scheme in schemes_of(plan)})
-    ((profile,),) = run_process([trial.profile_request(TOKENS, schemes)])
+    steps = [
+        trial.step_request(plan, RANKS[name], num_kept=None if name == "whole" else 0) for name, plan in PLANS.items()
+    ]
+    (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes), *steps])
     costs = {weights: trial.cost_of(profile, longest=TOKENS, weights=weights) for weights in PLANS}
-    answers = run_process(
-        [trial.step_request(plan, costs[name], RANKS[name], num_kept=0) for name, plan in PLANS.items()]
-    )
     return {
         name: [trial.beside_prediction(plan, costs[name], row, num_kept=0) for row in rows]
         for (name, plan), rows in zip(PLANS.items(), answers)
@@ -126,9 +126,9 @@ def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
     micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
     staged = Pipeline(ranks=(0, 1, 2), scheme=uniform_scheme(3, stages=3), micro_batches=micro_batches)
     plan = replace(PLANS["whole"], pipelines=(staged,), num_devices=0)
-    ((profile,),) = run_process([trial.profile_request(TOKENS, schemes_of(plan))])
+    requests = [trial.profile_request(TOKENS, schemes_of(plan)), trial.step_request(plan, [0, 1, 2], num_kept=0)]
+    (profile,), rows = run_process(requests)
     cost = trial.cost_of(profile, longest=TOKENS, weights="by-layer")
-    (rows,) = run_process([trial.step_request(plan, cost, [0, 1, 2], num_kept=0)])
     assert differences_of(plan, rows) == []
     for row in rows:
         row = trial.beside_prediction(plan, cost, row, num_kept=0)

@@ -3,17 +3,18 @@ beside what was counted.
 """
 
 import json
+import logging
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -36,6 +37,8 @@ from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.trained_model import trained_model
 from lengthwise.sim.issued_collectives import differences_from_plan
+
+_log = logging.getLogger(__name__)
 
 
 def dry_run(
@@ -74,26 +77,53 @@ def dry_run_plan(
     Raises:
         InputError: a rank is not in the plan, or the process cannot be set up.
     """
-    ranks = _ranks_of(plan, ranks)
-    dtype, schedule = config.train.dtype, PipelineSchedule(config.train.schedule)
-    request = {
-        "plan": plan.to_json(),
-        "model": asdict(spec),
+    return dry_run_plans([PlanToRun(plan=plan, model=spec, cluster=cluster, config=config, ranks=tuple(ranks))])[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanToRun:
+    """A step of one of this library's own models, and the ranks that are to run it; none: first, middle and last."""
+
+    plan: StepPlan
+    model: ModelSpec
+    cluster: ClusterSpec
+    config: Config
+    ranks: tuple[int, ...] = ()
+
+
+def dry_run_plans(runs: Sequence[PlanToRun]) -> list[dict[str, Any]]:
+    """Dry runs of several plans in one process, in turn as :func:`dry_run_plan` has each.
+
+    Raises:
+        InputError: a rank is not in its plan, or the process cannot be set up.
+    """
+    return [_document_of(run, counted) for run, counted in zip(runs, run_process(list(map(_request_of, runs))))]
+
+
+def _request_of(run: PlanToRun) -> dict[str, Any]:
+    config = run.config
+    return {
+        "plan": run.plan.to_json(),
+        "model": asdict(run.model),
         "optimizer": asdict(config.optim.optimizer_settings),
-        "dtype": dtype,
-        "schedule": schedule,
+        "dtype": config.train.dtype,
+        "schedule": PipelineSchedule(config.train.schedule),
         "state_on_host": is_on_host(config.train.offload_state),
-        "ranks": ranks,
-        "ranks_per_node": cluster.devices_per_node,
+        "ranks": _ranks_of(run.plan, run.ranks),
+        "ranks_per_node": run.cluster.devices_per_node,
     }
-    (counted,) = run_process([request])
+
+
+def _document_of(run: PlanToRun, counted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What costs and plan say beside what each rank did."""
+    plan, spec, config, dtype = run.plan, run.model, run.config, run.config.train.dtype
     cost = AnalyticCost(
-        model=spec, cluster=cluster, dtype=dtype, state_on_host=is_on_host(config.train.offload_state),
+        model=spec, cluster=run.cluster, dtype=dtype, state_on_host=is_on_host(config.train.offload_state),
         narrow_gradients=config.optim.optimizer_settings.narrow_gradients,
     )  # fmt: skip
-    issued = {row["rank"]: row["collectives"] for row in counted}
+    issued, schedule = {row["rank"]: row["collectives"] for row in counted}, PipelineSchedule(config.train.schedule)
     return {
-        **_heading(spec.name, cluster, plan),
+        **_heading(spec.name, run.cluster, plan),
         "differences": differences_from_plan(plan, issued, schedule=schedule, model=spec, dtype=dtype),
         "ranks": [_beside_prediction(row, rank_work(plan, row["rank"], cost)) for row in counted],
     }
@@ -127,20 +157,44 @@ def dry_run_stock(
         longest = max(m.pack.num_tokens for pipeline in plan.pipelines for m in pipeline.micro_batches)
         schemes = schemes_of(plan)
     (profile,) = run_process([trial.profile_request(longest, schemes)])[0]
+    if profile["by_sequence"]:
+        _check_by_sequence(stock, profile["by_sequence"], [degree for degree, _ in schemes if plan], config)
+        options = options.model_copy(update={"max_degree": 1})
     cost = trial.cost_of(profile, longest=longest, weights=weights)
+    is_whole = cost.gather is None
     if plan is None:
         assert corpus is not None
         layers = StockLayers(num_layers=cost.table.num_layers, objective=stock.objective)
         planner = stock_planner(config, cost, layers, options=options, cluster=cluster, corpus=corpus)
         plan = planner(next(batch_stream(config, corpus, planner.problem)))
     num_kept = num_kept_in(cost, plan) if num_kept is None else num_kept
-    (counted,) = run_process([trial.step_request(plan, cost, _ranks_of(plan, ranks), num_kept=num_kept)])
+    request = trial.step_request(plan, _ranks_of(plan, ranks), num_kept=None if is_whole else num_kept)
+    (counted,) = run_process([request])
     return {
         **_heading(stock.name, cluster, plan),
-        "weights": "whole" if cost.gather is None else "by-layer",
+        "weights": "whole" if is_whole else "by-layer",
         "differences": differences_of(plan, counted),
         "ranks": [trial.beside_prediction(plan, cost, row, num_kept=num_kept) for row in counted],
     }
+
+
+def _check_by_sequence(stock: StockModel, reason: str, planned_degrees: Sequence[int], config: Config) -> None:
+    """Say that a model is computed sequence by sequence, as ``prepare`` does; of the reason what is no advice.
+
+    Raises:
+        InputError: the plan or the configuration has several ranks share a sequence.
+    """
+    asked, reason = config.plan.degree or 1, reason.partition("; ")[0]
+    if asked > 1 or max(planned_degrees, default=1) > 1:
+        which = f"plan.degree={asked}" if asked > 1 else f"the plan has {max(planned_degrees)} ranks share a sequence"
+        raise InputError(
+            f"{which}: {stock.architecture} is computed sequence by sequence, each on one rank; plan with "
+            f"{Setting.MAX_DEGREE}=1. In packs it would not be exact: {reason}"
+        )
+    _log.warning(
+        "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the longest. "
+        "In packs it would not be exact: %s", stock.architecture, reason,
+    )  # fmt: skip
 
 
 def _ranks_of(plan: StepPlan, ranks: Sequence[int]) -> list[int]:

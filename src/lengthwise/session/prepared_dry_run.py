@@ -83,10 +83,13 @@ class PreparedDryRun:
         )  # fmt: skip
         return DualLayerCost(table, cluster=self.cluster, gather=gather, state_on_host=on_host)
 
-    def step_request(self, plan: StepPlan, cost: DualLayerCost, ranks: Sequence[int], num_kept: int) -> dict[str, Any]:
-        """A request to run the step of ``plan`` as ``ranks``; ``num_kept``: how many of the last layers stay whole."""
+    def step_request(self, plan: StepPlan, ranks: Sequence[int], *, num_kept: int | None) -> dict[str, Any]:
+        """A request to run the step of ``plan`` as ``ranks``.
+
+        ``num_kept``: how many of the last layers stay whole where weights are gathered by layer; None: all weights are.
+        """
         return self.request(
-            plan=plan.to_json(), ranks=list(ranks), num_kept=None if cost.gather is None else num_kept,
+            plan=plan.to_json(), ranks=list(ranks), num_kept=num_kept,
             state_on_host=is_on_host(self.config.train.offload_state),
         )  # fmt: skip
 

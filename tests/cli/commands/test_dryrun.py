@@ -58,3 +58,18 @@ def test_a_model_that_transformers_computes_is_planned_and_run(cli, index, tmp_p
     code, out, err = cli("dryrun", index, *GIVEN, *model, "--rank", 0, "--weights", "by-layer", "--json")
     assert code == 0, err
     assert json.loads(out)["weights"] == "by-layer" and json.loads(out)["differences"] == []
+
+
+@pytest.mark.deep
+def test_an_encoder_with_a_decoder_is_run_sequence_by_sequence(cli, index, tmp_path, caplog):
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "dropout_rate": 0.0}
+    ids = {"decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 512}
+    document = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", **sizes, **ids}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    asked = ("dryrun", index, *GIVEN, f"model.hf={tmp_path}", "--rank", 0, "--json")
+    code, out, err = cli(*asked)
+    assert code == 0, err
+    assert json.loads(out)["differences"] == [] and "layers=" not in caplog.text + err
+    assert "sequence by sequence" in caplog.text + err
+    code, _, err = cli(*asked[:-1], "plan.degree=2")
+    assert code == 2 and "plan.degree=2: T5ForConditionalGeneration is computed sequence by sequence" in err

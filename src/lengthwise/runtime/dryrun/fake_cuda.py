@@ -33,9 +33,12 @@ def install() -> None:
     cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
     cuda.reset_peak_memory_stats = lambda device=None: _recorders[-1].memory.restart_highest()
     cuda.max_memory_allocated = lambda device=None: _recorders[-1].memory.highest_total
+    cuda.get_rng_state, cuda.set_rng_state = lambda *device: torch.zeros(1), lambda *state: None
+    cuda.manual_seed_all = lambda seed: None
     cast(Any, torch.UntypedStorage).resize_ = _resize_storage
     tensor, fake_tensor, optimizer = cast(Any, Tensor), cast(Any, FakeTensor), import_module("torch.optim.optimizer")
     tensor.pin_memory, tensor.is_pinned, fake_tensor.tolist = _pin_memory, _is_pinned, _tolist
+    fake_tensor.__getitem__ = _get_item
     optimizer._foreach_supported_types.append(FakeTensor)  # as AdamW treats parameters on a GPU
     cast(Any, FakeTensorMode).avoid_device_init = True  # tensors of the device come from tensors of the host
     aten_overrides = torch.library.Library("aten", "IMPL")
@@ -208,6 +211,14 @@ def _host_empty(shape: Any, dtype: torch.dtype) -> Tensor:
 
 def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
     return bool(_recorders) and tensor.untyped_storage().data_ptr() in _recorders[-1].pinned
+
+
+def _get_item(tensor: Tensor, index: Any) -> Tensor:
+    """Index by tensors in place of lists, which torch would copy to the device beneath what fakes it."""
+    parts = index if isinstance(index, tuple) else (index,)
+    parts = tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts)
+    item: Tensor = Tensor.__getitem__(tensor, parts if isinstance(index, tuple) else parts[0])
+    return item
 
 
 def _tolist(tensor: Tensor) -> Any:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -68,7 +69,7 @@ def dry_prepared_step(
     """
     with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
         source = PlannedTokens(plan, settings.vocab_size)
-        prepared = _prepare(settings, world, recorder, optimizer, source=source, state_on_host=state_on_host)
+        prepared, _ = _prepare(settings, world, recorder, optimizer, source=source, state_on_host=state_on_host)
         absent = cast(Any, None)  # batches and plans of a training loop
         run = _RunOfOneRank(
             prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0,
@@ -100,11 +101,14 @@ def dry_profile(
     ``packs``: the number of ranks that share each, by which method, and the lengths of its sequences.
     """
     with fake_rank(rank, num_ranks, ranks_per_node=ranks_per_node) as (world, recorder):
-        run = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(None, settings.vocab_size))
+        source = PlannedTokens(None, settings.vocab_size)
+        run, by_sequence = _prepare(settings, world, recorder, optimizer, source=source)
         measured, rows = measured_layers(run.wrapped_model.structure.layers), []
         run.wrapped_model.layers.computed = frozenset(measured.numbers)
         gc.disable()  # garbage that is freed within a layer would count as less than it keeps
         for degree, method, lengths in packs:
+            if by_sequence and degree > 1:
+                continue
             group = group_of_degree(world, degree)
             assert group is not None, "numbers of ranks that share a pack divide those of the run"
             gc.collect()
@@ -117,7 +121,8 @@ def dry_profile(
             "unit_params": structure.table().unit_sizes,
             "other_bytes": other_bytes(run),
             "gather_problem": run.gather_problem,
-            "head_units": sorted(used[-1]),
+            "by_sequence": by_sequence,
+            "head_units": sorted(used[-1]) if used else [],
             "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),
         }
 
@@ -140,11 +145,34 @@ def _prepare(
     *,
     source: PlannedTokens,
     state_on_host: bool = False,
-) -> PreparedModel:
-    """Prepare the model as ``lengthwise.prepare`` does it, but for what needs numbers: comparing it with itself."""
+) -> tuple[PreparedModel, str]:
+    """Prepare the model as ``lengthwise.prepare`` does it, but for what needs numbers: comparing it with itself.
+
+    Also returns why it is computed sequence by sequence; an empty string: in packs.
+    """
     cast(Any, SymbolicMask).of = staticmethod(_mask_of_host)
+    prepare = partial(
+        _prepare_once, settings, world, recorder, optimizer, source=source, state_on_host=state_on_host
+    )  # fmt: skip
+    try:
+        return prepare(by_sequence=False), ""
+    except InputError as error:
+        refusal = error.marked
+    return prepare(by_sequence=True), refusal
+
+
+def _prepare_once(
+    settings: StockSettings,
+    world: DistContext,
+    recorder: Recorder,
+    optimizer: OptimizerSettings,
+    *,
+    source: PlannedTokens,
+    state_on_host: bool,
+    by_sequence: bool,
+) -> PreparedModel:
     model = _build(settings, world.device)
-    wrapped_model = WrappedModel(model, objective=settings.objective)
+    wrapped_model = WrappedModel(model, objective=settings.objective, by_sequence=by_sequence)
     masking = None
     if settings.mask_token_id is not None:
         masking = TokenMasking(seed=0, vocab_size=settings.vocab_size, mask_token_id=settings.mask_token_id)
@@ -153,7 +181,11 @@ def _prepare(
     state.recorder = recorder
     state.materialize_all()
     prepared = PreparedModel(wrapped_model, world, collator=collator, state=state)
-    trace_model(prepared, labels=LabelConvention())
+    try:
+        trace_model(prepared, labels=LabelConvention())
+    except InputError:
+        wrapped_model.release()
+        raise
     return prepared
 
 

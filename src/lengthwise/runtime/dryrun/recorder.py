@@ -32,6 +32,8 @@ from lengthwise.runtime.dryrun.tensor_accesses import TensorAccesses, stream_key
 PACKAGE = Path(__file__).parents[2]
 HERE, TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 aten = torch.ops.aten
+_COMPARISONS = (aten.equal.default, aten.allclose.default)
+"""Whose result the host reads; on fake tensors they find what they compare to be equal."""
 _WITHOUT_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view",
     "resize_", "set_", "lift_fresh", "view",
@@ -144,7 +146,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool or 1
-        if func is aten.equal.default:
+        if func in _COMPARISONS:
             return True
         if func is aten._fused_rms_norm.default:
             x, shape = args[:2]
@@ -232,7 +234,7 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
 
     def _check_host_reads(self, func: Any, name: str, args: Any, tensors: list[Tensor]) -> None:
-        if func in (aten._local_scalar_dense.default, aten.equal.default):
+        if func in (aten._local_scalar_dense.default, *_COMPARISONS):
             self.synchronise("the host reads a value")
         elif name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
