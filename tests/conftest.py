@@ -2,12 +2,18 @@
 
 import gc
 import os
+import shutil
 import signal
 
 from hypothesis import settings
 
 # One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files of tests, some twenty thousand, are made and removed in memory where there is room for them.
+MEMORY, ROOM = "/dev/shm", 4 << 30
+if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM:
+    os.environ["TMPDIR"] = MEMORY
 
 settings.register_profile("busy machine", deadline=None)  # no test is about how long it takes
 settings.load_profile("busy machine")

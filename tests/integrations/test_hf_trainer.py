@@ -1,5 +1,8 @@
 """lengthwise.Trainer is transformers' Trainer with steps planned by length."""
 
+import os
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -222,16 +225,17 @@ def test_losses_that_are_no_sums_over_tokens_are_refused(tmp_path):
         train(tmp_path, {"label_smoothing_factor": 0.1}, lengthwise={"loss": lambda output, micro_batch: output.loss})
 
 
-def test_layers_that_torch_compiles_train_what_transformers_trains(stock, tmp_path):
-    import os
-    from unittest import mock
+def test_a_mode_of_torch_compile_that_layers_cannot_take_is_refused(tmp_path):
+    with mock.patch.dict(os.environ), pytest.raises(InputError, match="torch_compile_mode='reduce-overhead': layers"):
+        train(tmp_path, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"})
 
+
+@pytest.mark.deep
+def test_layers_that_torch_compiles_train_what_transformers_trains(stock, tmp_path):
     options, _, weights = stock
     with mock.patch.dict(os.environ):  # where transformers says it to accelerate
         found = train(tmp_path, options | {"torch_compile": True, "torch_compile_backend": "aot_eager"})
     assert_equal_weights(trainers.weights_of(found.model), weights)
-    with mock.patch.dict(os.environ), pytest.raises(InputError, match="torch_compile_mode='reduce-overhead': layers"):
-        train(tmp_path, {"torch_compile": True, "torch_compile_mode": "reduce-overhead"})
 
 
 def test_kernels_of_liger_replace_layers_and_leave_the_loss(tmp_path, monkeypatch):

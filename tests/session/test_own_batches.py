@@ -22,7 +22,7 @@ EXACT = 1e-11
 NORMALISERS = ("tokens", "items", "constant")
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2, 3])
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(number, marks=pytest.mark.deep) for number in (1, 2)), 3])
 def test_a_step_of_brought_rollouts_trains_what_a_plain_loop_trains(ranks, num_ranks):
     ways = [{"normaliser": normaliser, "policy": "auto"} for normaliser in NORMALISERS]
     ways.append({"normaliser": "tokens", "policy": "dcp-intra", "packing": "always", "check": True})

@@ -61,7 +61,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(number, marks=pytest.mark.deep) for number in (1, 2)), 3])
 def test_a_shared_prefix_trains_what_every_sequence_by_itself_trains(ranks, num_ranks):
     batches = batches_of_corpus()
     unique = sum(unique_tokens(unit) for units in batches for unit in units)
@@ -129,7 +129,7 @@ def test_masks_of_a_models_own_are_refused(name):
         _prepared(groups(longest=9, vocab=37), model=CASES[name].build().double())
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_windows_soft_caps_and_sinks_see_what_goes_before(ranks, num_ranks):
     ways = [{"methods": (method,), "cost": SimpleCost(capacity=70 // num_ranks)} for method in ("ulysses", "ring")]
     for found in ranks(num_ranks).run(train_families, FAMILIES, ways):

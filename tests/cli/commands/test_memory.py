@@ -127,7 +127,7 @@ def test_an_8b_trains_on_half_a_million_tokens_of_one_gpu_if_the_host_has_room(c
     assert code == 2 and "200 GiB of host memory for a cpu" in err
 
 
-@pytest.mark.parametrize(("gpus", "length"), [(8, "5M"), (32, "15M")])
+@pytest.mark.parametrize(("gpus", "length"), [(8, "5M"), pytest.param(32, "15M", marks=pytest.mark.deep)])
 def test_longer_sequences_than_fit_on_devices_alone_fit_with_the_host(cli, gpus, length):
     given = ("memory", "--model", "llama-3-8b", "--device", "H100-80GB", "--gpus", gpus, "--length", length)
     code, out, err = cli(*given)

@@ -28,7 +28,7 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     folder = tmp_path / "run"
     arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
     arguments += ["train.sample_every=2", "train.sample_prompts=[<b>ab, c]", "train.sample_tokens=3"]
-    done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
+    done = lengthwise("train", *arguments, "--nproc", 2, "--json")
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step 3/3"))
     assert done.stderr.count("plans follow data sheets; lengthwise profile CONFIG measures instead") == 1
