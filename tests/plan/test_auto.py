@@ -65,7 +65,7 @@ def test_a_policy_that_fails_is_left_out_with_a_warning_and_one_that_refuses_wit
     assert str(warning.message) == "policy auto goes on without policy hotspa, which fails: RuntimeError: broken"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems())
 def test_auto_is_never_slower_than_any_policy(case):
     problem, lengths = case
@@ -297,7 +297,7 @@ def test_of_plans_that_compute_everything_alike_the_faster_is_taken_whatever_the
     assert plan.time_s == pytest.approx(0.25 + 0.5 + 1.0), "two packs of a hundred tokens"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), st.sampled_from([0.02, 0.1, 0.5]))
 def test_auto_is_slower_than_a_policy_by_no_more_than_the_error_of_measured_costs(case, of_ratios):
     problem, lengths = case
