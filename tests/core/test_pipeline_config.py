@@ -46,6 +46,7 @@ def test_stages_hold_consecutive_layers():
         ({"offload": (True, False)}, "2 offload flags for 3 layers"),
         ({"tile_tokens": -1}, "at least 1 token, or 0 for all, not -1"),
         ({"head_groups": 0}, "0 groups of heads: a scheme has at least 1"),
+        ({"shard_gradients": True}, "whole weights, two at least; a scheme of degree 2 with sharded weights"),
         ({"head_groups": 2}, "only with layers under dense, ulysses, ulysses_z, not metp alone"),
     ],
 )
@@ -81,6 +82,7 @@ def test_uniform_schemes_spread_layers_and_recompute_evenly():
     assert offloaded.num_offloaded == 7 and offloaded.is_offloaded(6) and not scheme.is_offloaded(6)
     assert (scheme.name, offloaded.name) == ("<2,3> ring r3", "<2,1> ring r3 o7 t64")
     assert replace(offloaded, offload=(False,) * 7, tile_tokens=0) == replace(scheme, stage_layers=(7,))
+    assert replace(offloaded, shard_gradients=True).name == "<2,1> ring r3 o7 t64 z2"
     assert uniform_scheme(2, degree=2, method=Method.METP).weights is WeightPlacement.SHARDED
 
 

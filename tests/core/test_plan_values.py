@@ -81,6 +81,7 @@ VALUES = {
     (*SCHEME, "offload"): FLAGS,
     (*SCHEME, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*SCHEME, "head_groups"): whole(1, MAX_HEAD_GROUPS),
+    (*SCHEME, "shard_gradients"): ((False, True, 0, 1), (2, -1, 1.0, "1", None, [1])),
     (*SCHEME, "weights"): (("whole", "sharded"), ("half", "", 7, None, ["full"])),
     (*PIPELINE, "ranks"): rows_of(0, MAX_DEVICES - 1),
     (*PIPELINE, "phase"): whole(0, MAX_LAYERS),
@@ -120,7 +121,7 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
 ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
 OPTIONAL = {
     (): {"digest", "num_devices", "hidden_update_s"},
-    SCHEME: ACTIVATIONS, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
+    SCHEME: {"shard_gradients", *ACTIVATIONS}, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
 
@@ -177,6 +177,17 @@ def test_more_ranks_than_the_cluster_has_are_refused():
     two = tuple(Pipeline(ranks=(rank,), scheme=dense_scheme(2), micro_batches=()) for rank in range(2))
     with pytest.raises(InputError, match="pipelines use 2 ranks, the cluster has 1"):
         replace(example(), pipelines=two, num_devices=1)
+
+
+def test_sharded_gradients_are_part_of_a_plan():
+    kept = uniform_scheme(3, degree=2, method=Method.RING)
+    plan, other = (
+        replace(example(), pipelines=(Pipeline(ranks=(1, 0), scheme=scheme, micro_batches=()),), num_devices=4)
+        for scheme in (kept, replace(kept, shard_gradients=True))
+    )
+    assert StepPlan.from_json(json.loads(json.dumps(other.to_json()))) == other
+    assert plan.digest != other.digest and "shard_gradients" not in plan.to_json()["schemes"][0]
+    assert other.gradient_shares(0) == (None,) * 4, "without a micro-batch there are no gradients"
 
 
 @given(plans())

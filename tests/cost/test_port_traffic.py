@@ -1,6 +1,7 @@
 """The price of an update is that of the slices that the runtime sends, through the busiest port or link."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from lengthwise.core.parameter_shapes import unit_shapes
 from lengthwise.core.pipeline_config import Method, Strategy, homogeneous, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.links import LINK_EFFICIENCY
-from lengthwise.cost.port_traffic import first_units_traffic, hold_the_same, port_traffic
+from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 from lengthwise.cost.weight_shards import WeightTraffic
 
 SIZES = {"num_layers": 3, "hidden_size": 3, "ffn_size": 24, "num_heads": 8, "num_kv_heads": 4, "head_size": 2}
@@ -38,6 +39,8 @@ def random_strategy(rng, num_ranks):
         stages = rng.randint(1, min(3, len(ranks) // degree))
         method = rng.choice(METHODS) if degree > 1 else Method.DENSE
         scheme = uniform_scheme(3, degree=degree, stages=stages, method=method)
+        if method is Method.ULYSSES:
+            scheme = replace(scheme, shard_gradients=random.Random(str(ranks)).random() < 0.5)
         for _ in range(rng.randint(1, len(ranks) // scheme.num_devices)):
             schemes.append(scheme)
             placed.append(tuple(ranks[: scheme.num_devices]))
@@ -54,8 +57,18 @@ def weights_of_ranks(strategy):
     }
 
 
-def layouts(model, strategy):
-    """Bounds of the units, who owns what, and who computes with what."""
+def gradient_shares(strategy):
+    """The share of gradients of each rank that keeps one."""
+    return {
+        rank: share
+        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+        for place, rank in enumerate(ranks)
+        if (share := scheme.gradient_share(place % scheme.degree))
+    }
+
+
+def layouts(model, strategy, of_gradients=False):
+    """Bounds of the units, who owns what, and who computes with what, or keeps its gradients."""
     units = ["input", *["layer"] * model.num_layers, "output"]
     bounds, starts = [0], {}
     for number, unit in enumerate(units):
@@ -68,7 +81,9 @@ def layouts(model, strategy):
     intervals = []
     for rank in range(strategy.num_devices):
         held, mine = held_by[rank], []
+        share = gradient_shares(strategy).get(rank) if of_gradients else None
         for number, unit in enumerate(units):
+            before = len(mine)
             is_there = {"input": held.has_input, "output": held.has_output}.get(
                 unit, held.first <= number - 1 < held.end
             )
@@ -79,6 +94,11 @@ def layouts(model, strategy):
                 if (is_there or is_tied) and first < end:
                     start = starts[number, name]
                     mine.append((start + first * columns, start + end * columns))
+            if share:
+                elements = np.concatenate([np.arange(a, b) for a, b in [(0, 0), *mine[before:]]])
+                size = -(-len(elements) // share[1])
+                kept = elements[share[0] * size : (share[0] + 1) * size]
+                mine[before:] = [(kept[0], kept[-1] + 1)] if len(kept) else []
         intervals.append(tuple(mine))
     computed = Layout(num_elements=bounds[-1], intervals=tuple(intervals))
     return bounds, sharded_by_unit(bounds, strategy.num_devices), computed
@@ -93,9 +113,9 @@ def who(layout):
     return has
 
 
-def counted(model, strategy, per_node, num_units=None):
+def counted(model, strategy, per_node, num_units=None, of_gradients=False):
     """[4, ranks] The elements of the first units, or all, that are sent and received, element by element."""
-    bounds, owned, computed = layouts(model, strategy)
+    bounds, owned, computed = layouts(model, strategy, of_gradients)
     num_ranks, traffic = strategy.num_devices, np.zeros((4, strategy.num_devices))
     owner, computes = who(owned).argmax(axis=0), who(computed)
     landed = who(landing_layout(owned, computed, ranks_per_node=per_node))
@@ -117,6 +137,10 @@ def counted(model, strategy, per_node, num_units=None):
     return traffic
 
 
+def sides_of(traffic):
+    return [traffic.sent_across, traffic.received_across, traffic.sent_within, traffic.received_within]
+
+
 def test_prices_are_those_of_the_bytes_that_are_sent_for_a_thousand_strategies():
     rng, device = random.Random(0), cluster_preset("H100-80GB").device
     sizes = {8: 500, 16: 300, 32: 130, 64: 40, 128: 20, 256: 10}
@@ -127,12 +151,13 @@ def test_prices_are_those_of_the_bytes_that_are_sent_for_a_thousand_strategies()
             per_node = rng.choice([4, 8])
             found = port_traffic(model, strategy, ranks_per_node=per_node)
             expected = counted(model, strategy, per_node)
-            across, within = [found.sent_across, found.received_across], [found.sent_within, found.received_within]
-            np.testing.assert_allclose(across + within, expected, err_msg=f"{num_ranks} ranks, strategy {number}")
+            np.testing.assert_allclose(sides_of(found), expected, err_msg=f"{num_ranks} ranks, strategy {number}")
             if number % 4 == 0:  # what a first forward waits for
-                of_first = first_units_traffic(model, strategy, ranks_per_node=per_node)
-                sides = [of_first.sent_across, of_first.received_across, of_first.sent_within, of_first.received_within]
-                np.testing.assert_allclose(sides, counted(model, strategy, per_node, num_units=2))
+                of_first = port_traffic(model, strategy, ranks_per_node=per_node, is_first=True)
+                np.testing.assert_allclose(sides_of(of_first), counted(model, strategy, per_node, num_units=2))
+            if number % 4 == 1:
+                pushed = port_traffic(model, strategy, ranks_per_node=per_node, of_gradients=True)
+                np.testing.assert_allclose(sides_of(pushed), counted(model, strategy, per_node, of_gradients=True))
             cluster = ClusterSpec(num_nodes=num_ranks // per_node, devices_per_node=per_node, device=device)
             price_s = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16").exchange_s(strategy, 2)
             ports_s = expected[:2].max() * 2 / device.network_bytes_per_s
@@ -147,6 +172,8 @@ def test_nothing_moves_exactly_where_each_rank_has_the_same_shard():
         if one.num_devices == other.num_devices:
             answers.append(weights_of_ranks(one) == weights_of_ranks(other))
             assert hold_the_same(one, other) == answers[-1]
+            keeps_the_same = answers[-1] and gradient_shares(one) == gradient_shares(other)
+            assert hold_the_same(one, other, of_gradients=True) == keeps_the_same
     assert 100 < sum(answers) < len(answers) - 100
 
 
@@ -154,18 +181,20 @@ def test_equal_pipelines_whose_weights_lie_alike_are_priced_once(monkeypatch):
     cluster, model = cluster_preset("4x8xH100-80GB"), model_preset("llama-7b")
     mover, priced = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16"), []
     counted_once = WeightTraffic.exchange_s
-    monkeypatch.setattr(WeightTraffic, "exchange_s", lambda *of: priced.append(of[1]) or counted_once(*of))
+    monkeypatch.setattr(
+        WeightTraffic, "exchange_s", lambda *of, **how: priced.append(of[1]) or counted_once(*of, **how)
+    )
     schemes = [
         uniform_scheme(model.num_layers, degree=4, method=Method.ULYSSES, recomputed=recomputed)
         for recomputed in range(9)
     ]
     assert len({mover.update_s(homogeneous(scheme, 32)) for scheme in schemes}) == 1
-    assert len(priced) == 1
+    assert len(priced) == 2, "all units, and the first ones"
     pair = homogeneous(schemes[0], 32)
     turned = Strategy(schemes=pair.schemes, ranks=pair.ranks[::-1])
     assert pair.is_homogeneous and not turned.is_homogeneous
     mover.update_s(turned)
-    assert priced[1:] == [turned]
+    assert priced[2:] == [turned] * 2
 
 
 def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes():
@@ -185,4 +214,5 @@ def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes(
 
 
 def replace_layers(scheme, num_layers):
-    return uniform_scheme(num_layers, degree=scheme.degree, stages=scheme.num_stages, method=scheme.methods[0])
+    other = uniform_scheme(num_layers, degree=scheme.degree, stages=scheme.num_stages, method=scheme.methods[0])
+    return replace(other, shard_gradients=scheme.shard_gradients)

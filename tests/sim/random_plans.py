@@ -70,10 +70,15 @@ def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int,
             recompute=(False,) * SPEC.num_layers,
             methods=tuple(rng.choices(able, k=SPEC.num_layers)),
             weights=WEIGHTS_OF.get(able[0], WeightPlacement.WHOLE),
+            shard_gradients=can_share_gradients(degree, able) and random.Random(str(free)).random() < 0.5,
         )
         found.append((tuple(free[: scheme.num_devices]), scheme))
         free = free[scheme.num_devices :]
     return found
+
+
+def can_share_gradients(degree: int, methods: list[Method]) -> bool:
+    return degree > 1 and WEIGHTS_OF[methods[0]] is WeightPlacement.WHOLE
 
 
 def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:

@@ -8,6 +8,7 @@ import typer
 
 from lengthwise.cli.shared_options import MAX_SEED, tokens_from
 from lengthwise.plan.space.search_space import RecomputeMode
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 
 
 class OverLength(StrEnum):
@@ -69,5 +70,8 @@ Overlap = Annotated[
 Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
 Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]
 Recompute = Annotated[RecomputeMode, typer.Option(help="Layers that schemes recompute.")]
+ShardGradients = Annotated[
+    GradientSharding, typer.Option(help="Whether ranks that share whole weights keep shares of their gradients.")
+]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the order of the sequences.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")]

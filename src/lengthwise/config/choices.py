@@ -38,6 +38,7 @@ SharingMethod = Literal[
 SequenceMethod = Literal["ulysses", "ring", "ulysses_ring", "all_gather"]
 Recompute = Literal["auto", "none", "all"]
 Offload = Literal["auto", "none", "all"]
+ShardGradients = Literal["none", "auto", "all"]
 PipelineTime = Literal["flow-shop", "max-times-count"]
 PipelineSchedule = Literal["1f1b", "gpipe"]
 CostFit = Literal["fitted", "hybrid"]

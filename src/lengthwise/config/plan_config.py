@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from lengthwise.config.choices import CostFit, MethodName, PipelineTime, Recompute, SharingMethod
+from lengthwise.config.choices import CostFit, MethodName, PipelineTime, Recompute, ShardGradients, SharingMethod
 from lengthwise.config.limits import MAX_SEQUENCES, NumDevices, NumTokens
 from lengthwise.config.shared_settings import MemorySetting, PolicySettings
 
@@ -51,6 +51,10 @@ class PlanConfig(PolicySettings):
     tile_tokens: int | None = Field(default=None, ge=0, le=1 << 30)
     """Tokens that a rank's feed-forwards compute at a time, again in the backward; 0: all; none: all, and 4096 where
     that pays or longer sequences need it. (prepare has feed_forward_tile.)"""
+    shard_gradients: ShardGradients = "none"
+    """Gradient sharding, as ZeRO stage 2 does it within a pipeline stage: whether ranks that share a layer with whole
+    weights reduce-scatter its gradients in every backward and keep a share of them; auto: where longer micro-batches
+    gain more than that costs; all: wherever several ranks share whole weights. (prepare has weights="by-layer".)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ModelSpec
 
 Unit = Literal["input", "layer", "output"]
@@ -18,6 +19,14 @@ def unit_shapes(spec: ModelSpec, unit: Unit) -> Shapes:
 def unit_size(spec: ModelSpec, unit: Unit) -> int:
     """Number of elements of a unit."""
     return sum(rows * columns for rows, columns in unit_shapes(spec, unit).values())
+
+
+def stage_unit_sizes(spec: ModelSpec, scheme: PipelineConfig, stage: int) -> list[int]:
+    """Number of elements of each unit that a stage with whole weights holds, in order; of a tied embedding its copy."""
+    layers = [unit_size(spec, "layer")] * scheme.stage_layers[stage]
+    is_last, has_copy = stage == scheme.num_stages - 1, spec.tied_embeddings and stage > 0
+    before = [unit_size(spec, "input")] if stage == 0 else [spec.vocab_size * spec.hidden_size] * (is_last and has_copy)
+    return [*before, *layers, *([unit_size(spec, "output")] if is_last else [])]
 
 
 def _input_shapes(spec: ModelSpec) -> Shapes:

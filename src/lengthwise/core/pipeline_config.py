@@ -97,6 +97,10 @@ class WeightShard:
         return self.end == self.num_layers or self.with_output
 
 
+GradientShare = tuple[int, int]
+"""Of the gradients of whole weights a rank keeps one of some equal shares of every unit: which one, and of how many."""
+
+
 class PipelineSchedule(StrEnum):
     """In which order the stages of a pipeline run forwards and backwards."""
 
@@ -141,6 +145,9 @@ class PipelineConfig:
     """Tokens that feed-forwards compute at a time, recomputed in the backward; 0: all that a rank has."""
     head_groups: int = 1
     """Groups of heads that layers under dense, ulysses and ulysses_z attend with in turn; 1: with all at once."""
+    shard_gradients: bool = False
+    """Whether the ranks of a stage reduce the gradients of whole weights unit by unit in every backward, each to its
+    share of them (as ZeRO stage 2 does), instead of keeping all of them until the step ends."""
 
     def __post_init__(self) -> None:
         if not any(self.offload):
@@ -162,6 +169,11 @@ class PipelineConfig:
             raise InputError(
                 f"{self.head_groups} groups of heads: a scheme has at least 1, and more than 1 only with layers under "
                 f"{', '.join(sorted(HEAD_GROUP_METHODS))}, not {', '.join(dict.fromkeys(self.methods))} alone"
+            )
+        if self.shard_gradients and (self.degree == 1 or self.weights is not WeightPlacement.WHOLE):
+            raise InputError(
+                f"gradients are sharded over the ranks of a stage that hold whole weights, two at least; a scheme of "
+                f"degree {self.degree} with {self.weights} weights has shard_gradients=false"
             )
         check_methods(self.methods, self.degree, self.weights)
 
@@ -201,12 +213,14 @@ class PipelineConfig:
 
     @property
     def name(self) -> str:
-        """Degree x stages, methods, then layers recomputed (r) and offloaded (o), tokens of a feed-forward's tile (t)
-        and groups of heads (g), as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
+        """Degree x stages, methods, then layers recomputed (r) and offloaded (o), tokens of a feed-forward's tile (t),
+        groups of heads (g) and sharded gradients (z2), as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32
+        o32 t4096``.
         """
         methods = "+".join(dict.fromkeys(self.methods))
         groups = self.head_groups if self.head_groups > 1 else 0
-        counts = (("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens), ("g", groups))
+        counts = [("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens), ("g", groups)]
+        counts.append(("z", 2 if self.shard_gradients else 0))
         return f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
 
     def layers_of_stage(self, stage: int) -> range:
@@ -222,6 +236,10 @@ class PipelineConfig:
         return WeightShard(
             first=layers.start, end=layers.stop, num_layers=self.num_layers, shard=shard, num_shards=num_shards
         )
+
+    def gradient_share(self, place: int) -> GradientShare | None:
+        """What the rank at ``place`` of a stage keeps of gradients; None: those of all weights that it holds."""
+        return (place, self.degree) if self.shard_gradients else None
 
 
 def uniform_scheme(

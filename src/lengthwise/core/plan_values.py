@@ -66,7 +66,10 @@ def check_plan_values(document: Any) -> None:
 
 
 def _check_scheme(scheme: Any, where: str) -> None:
-    _check_keys(scheme, where, _SCHEME, optional=_ACTIVATIONS)
+    _check_keys(scheme, where, _SCHEME, optional={"shard_gradients"} | _ACTIVATIONS)
+    shard_gradients = scheme.get("shard_gradients", False)
+    if type(shard_gradients) not in (int, bool) or shard_gradients not in (0, 1):
+        raise _wrong(f"{where}.shard_gradients", "0 or 1", shard_gradients)
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
     if sum(scheme["stage_layers"]) > MAX_LAYERS:

@@ -9,6 +9,7 @@ from typing import Any
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.pipeline_config import (
+    GradientShare,
     Method,
     PipelineConfig,
     Strategy,
@@ -189,6 +190,15 @@ class StepPlan:
                     shards[rank] = pipeline.scheme.holding(stage, place)
         return tuple(shards)
 
+    def gradient_shares(self, phase: int) -> tuple[GradientShare | None, ...]:
+        """What each rank keeps of the gradients of the weights that it computes with in ``phase``; None: all."""
+        shares: list[GradientShare | None] = [None] * self.num_devices
+        for pipeline in self.pipelines_of(phase):
+            for stage in range(pipeline.scheme.num_stages if pipeline.micro_batches else 0):
+                for place, rank in enumerate(pipeline.ranks_of(stage)):
+                    shares[rank] = pipeline.scheme.gradient_share(place)
+        return tuple(shares)
+
     def check_covers(self, batch: GlobalBatch) -> None:
         """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""
         planned = Counter(
@@ -323,6 +333,7 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
         **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
         **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
+        **({"shard_gradients": True} if scheme.shard_gradients else {}),
     }
 
 
@@ -336,6 +347,7 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         offload=tuple(bool(flag) for flag in document.get("offload", ())),
         tile_tokens=document.get("tile_tokens", 0),
         head_groups=document.get("head_groups", 1),
+        shard_gradients=bool(document.get("shard_gradients", False)),
     )
 
 

@@ -16,12 +16,12 @@ def gradient_bytes(dtype: str, *, is_narrow: bool = False) -> int:
 
 def state_bytes(
     model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False,
-    narrow_gradients: bool = False,
+    narrow_gradients: bool = False, gradient_shares: int = 1,
 ) -> int:  # fmt: skip
     """Bytes of the model state per device: the sum of :func:`state_parts`."""
     parts = state_parts(
         model, num_devices=num_devices, dtype=dtype, num_held=num_held, on_host=on_host,
-        narrow_gradients=narrow_gradients,
+        narrow_gradients=narrow_gradients, gradient_shares=gradient_shares,
     )  # fmt: skip
     return sum(parts)
 
@@ -34,6 +34,7 @@ def state_parts(
     num_held: int | None = None,
     on_host: bool = False,
     narrow_gradients: bool = False,
+    gradient_shares: int = 1,
 ) -> tuple[int, int, int]:
     """Bytes of weights and gradients held, and of the optimizer, which is fully sharded, per device.
 
@@ -41,6 +42,7 @@ def state_parts(
     over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
     gradients it has, and the weights it has if they are of the master's dtype. With ``narrow_gradients`` all gradients
     are in the compute dtype: of 16 bits each, what is spread is 3/4 of the state but for those sums (Hydraulis, B.1).
+    With ``gradient_shares`` a device keeps one of so many shares of the gradients of what it holds.
 
     With ``on_host`` the optimizer's are in the host's memory, and what goes there or comes is on the device for two
     units at a time. One device alone sums the gradients of one unit, while two parameters' are on their way.
@@ -52,11 +54,13 @@ def state_parts(
         under_way = 2 * min(num_params, largest_matrix(model))
         if num_devices == 1:
             return num_params * compute, min(num_params, largest_unit(model) + under_way) * gradient, 0
-        return num_params * compute, num_params * gradient, shard_size(under_way, num_devices) * (compute + gradient)
+        num_kept = shard_size(num_params, gradient_shares)
+        return num_params * compute, num_kept * gradient, shard_size(under_way, num_devices) * (compute + gradient)
     sharded = 3 * master + gradient
     if num_devices == 1:
         sharded = 2 * master if compute == master else 3 * master
-    return num_params * compute, num_params * gradient, sharded * shard_size(model.num_params, num_devices)
+    num_kept = shard_size(num_params, gradient_shares)
+    return num_params * compute, num_kept * gradient, sharded * shard_size(model.num_params, num_devices)
 
 
 def host_state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:

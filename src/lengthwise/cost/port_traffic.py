@@ -21,8 +21,9 @@ from lengthwise.core.specs import ModelSpec
 MAX_STRATEGIES = 1 << 14
 """Strategies whose traffic is remembered."""
 
-UnitShard = tuple[int, int, bool]
-"""What a rank computes with of a unit: a shard, the number of shards, and whether it is the tied embedding alone."""
+UnitShard = tuple[int, int, bool, bool]
+"""What a rank has of a unit: a shard, the number of shards, whether these are equal ones of gradients and not those of
+weights, and whether it is of the tied embedding alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,44 +46,53 @@ class PortTraffic:
         return float(max(self.sent_within.max(), self.received_within.max()))
 
 
-_PipelineKey = tuple[int, tuple[int, ...], bool, tuple[int, ...]]
-"""What decides which weights the ranks of a pipeline hold: degree, layers per stage, whether sharded; and its ranks."""
+_PipelineKey = tuple[int, tuple[int, ...], WeightPlacement, bool, tuple[int, ...]]
+"""What decides which weights, or gradients, the ranks of a pipeline have: degree, layers per stage, how weights are
+held, whether gradients are asked for and sharded; and its ranks."""
+_Shards = list[tuple[int, int, bool]]
+"""Of each rank, its shard, the number of shards, and whether they are equal ones of gradients."""
 
 
-def _keys(strategy: Strategy) -> tuple[_PipelineKey, ...]:
+def _keys(strategy: Strategy, *, of_gradients: bool = False) -> tuple[_PipelineKey, ...]:
     return tuple(
         [
-            (scheme.degree, scheme.stage_layers, scheme.weights is WeightPlacement.SHARDED, ranks)
+            (scheme.degree, scheme.stage_layers, scheme.weights, of_gradients and scheme.shard_gradients, ranks)
             for scheme, ranks in zip(strategy.schemes, strategy.ranks)
         ]
     )
 
 
-def hold_the_same(one: Strategy, other: Strategy) -> bool:
-    """Whether every rank computes with the same weights under both strategies of one model."""
-    return _held(_keys(one), one.num_devices) == _held(_keys(other), other.num_devices)
+def hold_the_same(one: Strategy, other: Strategy, *, of_gradients: bool = False) -> bool:
+    """Whether every rank computes with the same weights under both strategies of one model.
+
+    ``of_gradients``: whether it keeps the same gradients between micro-batches.
+    """
+    layers_and_shards = [
+        _held(_keys(strategy, of_gradients=of_gradients), strategy.num_devices) for strategy in (one, other)
+    ]
+    return layers_and_shards[0] == layers_and_shards[1]
 
 
-def port_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -> PortTraffic:
-    """What the ranks of ``strategy`` send and receive in one pull of the whole model."""
-    num_devices = strategy.num_devices
-    return _traffic(model, _keys(strategy), num_devices, min(ranks_per_node, num_devices))
+def port_traffic(
+    model: ModelSpec, strategy: Strategy, *, ranks_per_node: int, of_gradients: bool = False, is_first: bool = False
+) -> PortTraffic:
+    """What the ranks of ``strategy`` send and receive in one pull of the whole model.
+
+    ``of_gradients``: in a push, in reverse, which may be of shares. ``is_first``: of the input and the first layer.
+    """
+    num_devices, keys = strategy.num_devices, _keys(strategy, of_gradients=of_gradients)
+    return _traffic(model, keys, num_devices, min(ranks_per_node, num_devices), is_first=is_first)
 
 
-def first_units_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -> PortTraffic:
-    """The part of :func:`port_traffic` that is of the input and the first layer."""
-    num_devices = strategy.num_devices
-    return _traffic(model, _keys(strategy), num_devices, min(ranks_per_node, num_devices), is_first=True)
-
-
-def _held(pipelines: Sequence[_PipelineKey], num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def _held(pipelines: Sequence[_PipelineKey], num_ranks: int) -> tuple[list[tuple[int, int]], _Shards]:
     """First and last layer of each rank, equal for one of none; its shard and the number of shards."""
-    layers, shards = [(0, 0)] * num_ranks, [(0, 1)] * num_ranks
-    for degree, stage_layers, is_sharded, ranks in pipelines:
+    layers, shards = [(0, 0)] * num_ranks, [(0, 1, False)] * num_ranks
+    for degree, stage_layers, weights, shares_gradients, ranks in pipelines:
         bounds = list(pairwise((0, *accumulate(stage_layers))))
+        is_cut = degree > 1 and (shares_gradients or weights is WeightPlacement.SHARDED)
         for place, rank in enumerate(ranks):
             layers[rank] = bounds[place // degree]
-            shards[rank] = (place % degree, degree) if is_sharded and degree > 1 else (0, 1)
+            shards[rank] = (place % degree, degree, shares_gradients) if is_cut else (0, 1, False)
     return layers, shards
 
 
@@ -113,7 +123,7 @@ _Units = Iterator[tuple[Unit, tuple[UnitShard | None, ...], int]]
 """Kinds of units, what ranks compute with of each, and how many are alike."""
 
 
-def _first_units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]) -> _Units:
+def _first_units(model: ModelSpec, layers: list[tuple[int, int]], shards: _Shards) -> _Units:
     """The input and the first layer."""
     yield next(_units(model, layers, shards))
     yield (
@@ -123,7 +133,7 @@ def _first_units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[t
     )
 
 
-def _units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]) -> _Units:
+def _units(model: ModelSpec, layers: list[tuple[int, int]], shards: _Shards) -> _Units:
     """Each kind of unit, what ranks compute with of it, and how many layers are alike."""
 
     def of_ranks(first: int, end: int) -> tuple[UnitShard | None, ...]:
@@ -132,7 +142,7 @@ def _units(model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[i
     last = max(end for _, end in layers)
     from_first, to_last = of_ranks(0, 1), of_ranks(last - 1, last)
     tied = to_last if model.tied_embeddings else (None,) * len(layers)
-    yield "input", tuple(a or (b and (*b[:2], True)) for a, b in zip(from_first, tied)), 1
+    yield "input", tuple(a or (b and (*b[:3], True)) for a, b in zip(from_first, tied)), 1
     num_layers_of: Counter[tuple[UnitShard | None, ...]] = Counter()
     cuts = sorted({end for ends in layers for end in ends})
     for first, end in pairwise(cuts):
@@ -203,7 +213,13 @@ class _ElementsByPlace:
 @lru_cache(maxsize=MAX_STRATEGIES)
 def _slices(model: ModelSpec, unit: Unit, part: UnitShard) -> list[tuple[int, int]]:
     """The intervals of a unit that make up a part of it."""
-    shard, num_shards, is_embedding = part
+    shard, num_shards, is_share, is_embedding = part
+    if is_share:
+        pieces = _slices(model, unit, (0, 1, False, is_embedding))
+        first, end = pieces[0][0], pieces[-1][1]  # without gaps: all of it, or one parameter
+        size = shard_size(end - first, num_shards)
+        start = first + shard * size
+        return [(start, min(start + size, end))] if start < end else []
     if num_shards == 1 and not is_embedding:
         return [(0, unit_size(model, unit))]
     slices, start = [], 0

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 from lengthwise.core.cost import CostError
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.memory_model import host_state_bytes, state_bytes
+from lengthwise.cost.gradient_reduction import ReductionTime, reduction_time, whole_units
+from lengthwise.cost.memory_model import gradient_bytes, host_state_bytes, state_bytes
 from lengthwise.cost.weight_shards import WeightTraffic, held_params
 
 PROBES = 128
@@ -134,6 +135,9 @@ class SeparableCost(ABC):
         self.state_on_host = state_on_host
         self.narrow_gradients = narrow_gradients
         self._util_tokens = SchemeCache(self._find_util_tokens)
+        self._reductions = SchemeCache(
+            partial(reduction_time, model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
+        )
         self.mover = WeightTraffic(
             model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host, narrow_gradients=narrow_gradients
         )
@@ -229,13 +233,19 @@ class SeparableCost(ABC):
         """Bytes that a micro-batch and everything beside it may take."""
         return self.cluster.device.memory_bytes
 
+    def reduction(self, scheme: PipelineConfig) -> ReductionTime | None:
+        """Seconds of a micro-batch in reducing gradients to shares; None where whole ones are kept."""
+        return self._reductions(scheme)
+
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
-        """Bytes of the model state on a device of each stage."""
-        params_of_stage = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
+        """Bytes of the model state on a device of each stage, with the whole gradients of two units, if not of all."""
+        width = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
         return tuple(
             state_bytes(
-                self.model, num_devices=num_devices, dtype=self.dtype, num_held=number, on_host=self.state_on_host,
+                self.model, num_devices=num_devices, dtype=self.dtype,
+                num_held=held_params(self.model, scheme, stage=stage), on_host=self.state_on_host,
                 narrow_gradients=self.narrow_gradients,
-            )
-            for number in params_of_stage
+                gradient_shares=scheme.degree if scheme.shard_gradients else 1,
+            ) + int(width * max(whole_units(self.model, scheme, stage)))
+            for stage in range(scheme.num_stages)
         )  # fmt: skip

@@ -12,7 +12,7 @@ from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlac
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY, host_copy_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes
-from lengthwise.cost.port_traffic import PortTraffic, first_units_traffic, hold_the_same, port_traffic
+from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 
 
 def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
@@ -44,7 +44,7 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
 def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_devices: int) -> int:
     """Gradients that come to a rank of ``stage`` in pushes that may be under way in its first layer's backward.
 
-    A rank gets as many as ranks hold on average, but where all hold all of a unit they come added up. Of those of its
+    A rank gets as many as ranks have on average, but where all hold all of a unit they come added up. Of those of its
     own stage, two layers' are under way: one is pushed while the next one's become final.
     """
     if num_devices == 1:
@@ -53,6 +53,8 @@ def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_d
     layers = scheme.stage_layers
     own_layer = of_stages[stage] // layers[stage]
     later = sum(of_stages[stage + 1 :]) + min(of_stages[stage] - own_layer, 2 * own_layer)
+    if scheme.shard_gradients:
+        return later // scheme.num_devices
     is_whole = scheme.num_stages == 1 and (scheme.weights is WeightPlacement.WHOLE or scheme.degree == 1)
     return later // (num_devices if is_whole else scheme.num_stages)
 
@@ -100,7 +102,7 @@ class WeightTraffic:
             if (num_devices - num_idle) % scheme.num_devices == 0
         ]
         exchanges_s = equal_s if strategy.is_homogeneous else [self._exchanges_s(strategy), *equal_s]
-        byte_s, first_byte_s = (max(seconds) for seconds in zip(*exchanges_s))
+        pull_s, first_pull_s, push_s, first_push_s = (max(seconds) for seconds in zip(*exchanges_s))
         touched = (2 * gradient + 6 * gradient_bytes(self.dtype)) * self.model.num_params / num_devices
         if self.state_on_host:
             host_s = touched / (LINK_EFFICIENCY * self.cluster.device.host_memory_bytes_per_s)
@@ -108,8 +110,8 @@ class WeightTraffic:
         else:
             rest_s = touched / self.cluster.device.memory_bytes_per_s
         return UpdateParts(
-            pull_s=byte_s * width, push_s=byte_s * gradient, first_pull_s=first_byte_s * width,
-            last_push_s=first_byte_s * gradient, rest_s=rest_s, slowdown=self.cluster.device.overlap_slowdown,
+            pull_s=pull_s * width, push_s=push_s * gradient, first_pull_s=first_pull_s * width,
+            last_push_s=first_push_s * gradient, rest_s=rest_s, slowdown=self.cluster.device.overlap_slowdown,
         )  # fmt: skip
 
     def _host_copy_s(self, num_devices: int, num_bytes: int) -> float:
@@ -117,41 +119,54 @@ class WeightTraffic:
         return num_bytes * self.model.num_params / num_devices / host_copy_bytes_per_s(self.cluster)
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
-        """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both."""
-        if hold_the_same(before, after):
+        """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both.
+
+        Where gradients alone are kept otherwise, they are pushed.
+        """
+        has_weights = hold_the_same(before, after)
+        if has_weights and hold_the_same(before, after, of_gradients=True):
             return 0.0
         width, gradient = self._widths
+        width = 0 if has_weights else width
         copied_s = self._host_copy_s(after.num_devices, gradient + width) if self.state_on_host else 0.0
-        return self.exchange_s(before, gradient) + self.exchange_s(after, width) + copied_s
+        pulled_s = self.exchange_s(after, width) if width else 0.0
+        return self.exchange_s(before, gradient, of_gradients=True) + pulled_s + copied_s
 
     @cached_property
-    def _equal_s(self) -> dict[tuple[object, ...], tuple[float, float]]:
+    def _equal_s(self) -> dict[tuple[object, ...], tuple[float, ...]]:
         return {}
 
-    def _equal_exchange_s(self, scheme: PipelineConfig, num_devices: int, num_idle: int) -> tuple[float, float]:
+    def _equal_exchange_s(self, scheme: PipelineConfig, num_devices: int, num_idle: int) -> tuple[float, ...]:
         """Seconds of :meth:`_exchanges_s` under equal pipelines; the same for all schemes of one family."""
-        key = (scheme.degree, scheme.stage_layers, scheme.weights, num_devices, num_idle)
+        key = (scheme.degree, scheme.stage_layers, scheme.weights, scheme.shard_gradients, num_devices, num_idle)
         if key not in self._equal_s:
             self._equal_s[key] = self._exchanges_s(homogeneous(scheme, num_devices, num_idle=num_idle))
         return self._equal_s[key]
 
-    def _exchanges_s(self, strategy: Strategy) -> tuple[float, float]:
-        """Seconds to move all that ranks compute with, a byte a number; and the input and the first layer of it."""
-        per_node = self.cluster.devices_per_node
-        first = first_units_traffic(self.model, strategy, ranks_per_node=per_node)
-        return self.exchange_s(strategy, 1), self._traffic_s(first)
+    def _exchanges_s(self, strategy: Strategy) -> tuple[float, ...]:
+        """Seconds to pull all that ranks compute with, a byte a number; the input and the first layer of it; and to
+        push gradients, and of these the same.
+        """
+        pull_s = tuple(self.exchange_s(strategy, 1, is_first=is_first) for is_first in (False, True))
+        if not any(scheme.shard_gradients for scheme in strategy.distinct_schemes):
+            return *pull_s, *pull_s
+        push_s = (self.exchange_s(strategy, 1, is_first=is_first, of_gradients=True) for is_first in (False, True))
+        return *pull_s, *push_s
 
-    def exchange_s(self, strategy: Strategy, num_bytes: int) -> float:
+    def exchange_s(
+        self, strategy: Strategy, num_bytes: int, *, of_gradients: bool = False, is_first: bool = False
+    ) -> float:
         """Seconds to move what every rank computes with, ``num_bytes`` a number, from its owners or to them.
 
         The busiest port between nodes or the busiest link within them, whichever takes longer: while one layer is
-        spread within nodes, the next one crosses between them.
+        spread within nodes, the next one crosses between them. ``of_gradients``: to move what ranks keep of gradients;
+        ``is_first``: to move the input and the first layer.
         """
-        traffic = port_traffic(self.model, strategy, ranks_per_node=self.cluster.devices_per_node)
-        return self._traffic_s(traffic) * num_bytes
-
-    def _traffic_s(self, traffic: PortTraffic) -> float:
+        traffic = port_traffic(
+            self.model, strategy, ranks_per_node=self.cluster.devices_per_node, of_gradients=of_gradients,
+            is_first=is_first,
+        )  # fmt: skip
         device = self.cluster.device
         across_s = traffic.busiest_across / device.network_bytes_per_s
         within_s = traffic.busiest_within / device.link_bytes_per_s
-        return max(across_s, within_s) / LINK_EFFICIENCY
+        return max(across_s, within_s) / LINK_EFFICIENCY * num_bytes

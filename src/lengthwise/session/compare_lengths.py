@@ -77,9 +77,8 @@ def compare(
         jitter: sigma of a lognormal factor of mean 1 on the time of every simulated micro-batch; by default 0.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        options: max_length, over_length, max_degree, max_stages, methods, recompute, offload, memory_margin,
-            host_memory_gib, dtype, profile,
-            overlap and seed, as in `lengthwise.plan`.
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, offload, shard_gradients,
+            memory_margin, host_memory_gib, dtype, profile, overlap and seed, as in `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -191,6 +190,7 @@ def comparison_page(
                 "methods": [str(method) for method in contest.search_space.methods or DEFAULT_METHODS],
                 "recompute": str(contest.search_space.recompute),
                 "offload": str(contest.search_space.offload),
+                "shard_gradients": str(contest.search_space.shard_gradients),
             },
             "ledger": ledger.to_json(),
         },
@@ -234,11 +234,9 @@ def _facts(
     yield "Costs", contest.profile.in_words(error) if contest.profile else device.error_in_words
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
-    methods = [*map(str, search_space.methods or DEFAULT_METHODS)]
-    yield (
-        "Schemes",
-        ", ".join([*methods, f"recompute {search_space.recompute}", f"offload {search_space.offload}", *limits]),
-    )
+    schemes = [*map(str, search_space.methods or DEFAULT_METHODS), f"recompute {search_space.recompute}"]
+    schemes += [f"offload {search_space.offload}", f"sharded gradients {search_space.shard_gradients}", *limits]
+    yield "Schemes", ", ".join(schemes)
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     if contest.overlap is not None:
         yield (

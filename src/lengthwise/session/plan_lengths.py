@@ -34,6 +34,7 @@ class PlanningOptions(TypedDict, total=False):
     methods: Sequence[str] | None
     recompute: Literal["auto", "none", "all"]
     offload: Literal["auto", "none", "all"]
+    shard_gradients: Literal["none", "auto", "all"]
     memory_margin: float | None
     host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
@@ -75,6 +76,8 @@ def plan(
         methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
+        shard_gradients: whether ranks that share a layer with whole weights reduce-scatter its gradients in every
+            backward and keep a share: "none" (the default), "auto", where that pays, or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
@@ -124,6 +127,7 @@ def comparison_of(
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
+    from lengthwise.plan.space.sharded_gradients import GradientSharding
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.measured_profile import MeasuredProfile
     from lengthwise.session.planning_args import METHODS, check_names, check_positions, find_lengths, find_model
@@ -138,6 +142,7 @@ def comparison_of(
         recompute=RecomputeMode(options.get("recompute", "auto")),
         head_layers=spec.head_layers,
         offload=OffloadMode(options.get("offload", "auto")),
+        shard_gradients=GradientSharding(options.get("shard_gradients", "none")),
     )
     with errors_spelt(spelling):
         view = apply_max_length(

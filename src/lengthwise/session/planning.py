@@ -39,6 +39,7 @@ from lengthwise.plan.space.search_space import (
     lengths_of,
     make_problem,
 )
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
 from lengthwise.session.measured_profile import MeasuredProfile
@@ -209,6 +210,7 @@ def make_planner(
         degree=plan.degree,
         head_layers=spec.head_layers,
         offload=OffloadMode(plan.offload),
+        shard_gradients=GradientSharding(plan.shard_gradients),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
     )
     problem = make_problem(

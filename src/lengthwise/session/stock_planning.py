@@ -36,6 +36,12 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "added up in float32 or above; set optim.gradient_dtype=master, or model.implementation=lengthwise where "
             "this library has the family"
         )
+    if plan.shard_gradients != "none":
+        raise InputError(
+            f"plan.shard_gradients={plan.shard_gradients}: {stock.architecture} is computed by transformers, whose "
+            "gradients are kept whole; leave it out, or set model.implementation=lengthwise where this library has the "
+            "family"
+        )
     is_causal = stock.architecture.endswith(_CAUSAL)
     max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
     return read_options(

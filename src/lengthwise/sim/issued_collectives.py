@@ -4,15 +4,19 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from lengthwise.core.layout import shard_size
+from lengthwise.core.parameter_shapes import stage_unit_sizes
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.sim.schedule_check import MESSAGES, OperationKind, operations
+from lengthwise.sim.schedule_check import MESSAGES, Operation, OperationKind, operations
 
 Issued = Mapping[str, Any]
 """One collective: operation, kind, ranks, num_bytes."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 POINT_TO_POINT = ("send", "receive")
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+"""As a reduce-scatter is recorded: Gloo's is an all-reduce."""
 UNEQUAL = ("all_to_all",)
 """Collectives of which every rank gives and gets other sizes."""
 
@@ -27,6 +31,7 @@ def differences_from_plan(
     for rank, collectives in issued.items():
         steps = [operation for _, lists in planned for operation in lists[rank]]
         differences += _messages(rank, steps, collectives, row_bytes)
+        differences += _reductions(plan, rank, steps, collectives, model)
         groups = {operation.ranks for operation in steps if operation.kind not in MESSAGES}
         everyone = tuple(range(plan.num_devices))
         for collective in collectives:
@@ -67,6 +72,34 @@ def _messages(rank: int, steps: Sequence[Any], collectives: Sequence[Issued], ro
     number = next((k for k, pair in enumerate(zip(planned, sent)) if pair[0] != pair[1]), min(len(planned), len(sent)))
     asked, did = (messages[number] if number < len(messages) else "nothing" for messages in (planned, sent))
     return [f"rank {rank}: message {number} is {did}, planned is {asked}"]
+
+
+def _reductions(
+    plan: StepPlan, rank: int, steps: Sequence[Operation], collectives: Sequence[Issued], model: ModelSpec
+) -> list[str]:
+    """Reduce-scatters of gradients to shares: one of each unit of the stage in every backward, from the last unit on.
+
+    Gradients are of one width, which is that of the first. Those of attention are among the others.
+    """
+    planned: list[tuple[tuple[int, ...], int]] = []
+    for operation in steps:
+        pipeline = plan.pipelines[operation.pipeline]
+        if operation.kind is OperationKind.BACKWARD and (degree := pipeline.scheme.degree) > 1:
+            stage = next(s for s in range(pipeline.scheme.num_stages) if rank in pipeline.ranks_of(s))
+            sizes = stage_unit_sizes(model, pipeline.scheme, stage) if pipeline.scheme.shard_gradients else []
+            planned += [(operation.ranks, degree * shard_size(size, degree)) for size in reversed(sizes)]
+    left = [
+        (tuple(collective["ranks"]), collective["num_bytes"])
+        for collective in collectives
+        if collective["kind"] in REDUCTIONS
+    ]
+    width = next((num_bytes // planned[0][1] for ranks, num_bytes in left if planned and ranks == planned[0][0]), 0)
+    issued = iter(left)
+    for number, (ranks, size) in enumerate(planned):
+        if not any(collective == (ranks, width * size) for collective in issued):
+            words = f"reduce-scatter {number} of gradients, of {size:,} numbers among {ranks[:8]}"
+            return [f"rank {rank}: {words} is planned and was not issued in its turn"]
+    return []
 
 
 def _between(first: int, of_first: Sequence[Issued], other: int, of_other: Sequence[Issued]) -> list[str]:

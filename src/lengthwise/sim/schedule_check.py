@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NoReturn
 
 from lengthwise.core.errors import CheckError
-from lengthwise.core.pipeline_config import Method, PipelineSchedule, WeightShard, issue_order
+from lengthwise.core.pipeline_config import GradientShare, Method, PipelineSchedule, WeightShard, issue_order
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
 
@@ -58,23 +58,35 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPhase:
-    """Phases one after another in which every rank computes with the same weights, if with any."""
+    """Phases one after another in which every rank has the same weights and shares of gradients, if any."""
 
     phases: range
     holdings: tuple[WeightShard | None, ...]
+    gradient_shares: tuple[GradientShare | None, ...]
+    """What each rank keeps of the gradients of its weights; None: all of them."""
 
 
 def weight_phases_of(plan: StepPlan) -> tuple[WeightPhase, ...]:
-    """The phases of a plan, joined where no weights need to move between them."""
-    weight_phases: list[WeightPhase] = []
+    """The phases of a plan, joined where neither weights nor gradients need to move between them."""
+    joined: list[tuple[range, list[tuple[WeightShard, GradientShare | None] | None]]] = []
     for phase in range(plan.num_phases):
-        shards = plan.holdings(phase)
-        if weight_phases and all(a == b or a is None or b is None for a, b in zip(weight_phases[-1].holdings, shards)):
-            joined = tuple(a or b for a, b in zip(weight_phases[-1].holdings, shards))
-            weight_phases[-1] = WeightPhase(phases=range(weight_phases[-1].phases.start, phase + 1), holdings=joined)
+        of_ranks = [
+            None if shard is None else (shard, share)
+            for shard, share in zip(plan.holdings(phase), plan.gradient_shares(phase))
+        ]
+        if joined and all(a == b or a is None or b is None for a, b in zip(joined[-1][1], of_ranks)):
+            phases, before = joined[-1]
+            joined[-1] = range(phases.start, phase + 1), [a or b for a, b in zip(before, of_ranks)]
         else:
-            weight_phases.append(WeightPhase(phases=range(phase, phase + 1), holdings=shards))
-    return tuple(weight_phases)
+            joined.append((range(phase, phase + 1), of_ranks))
+    return tuple(
+        WeightPhase(
+            phases=phases,
+            holdings=tuple(None if of_rank is None else of_rank[0] for of_rank in of_ranks),
+            gradient_shares=tuple(None if of_rank is None else of_rank[1] for of_rank in of_ranks),
+        )
+        for phases, of_ranks in joined
+    )
 
 
 RankOperations = tuple[tuple[Operation, ...], ...]
@@ -130,6 +142,8 @@ def _pass(position: int, pipeline: Pipeline, number: int, stage: int, is_backwar
     how = _how(
         pipeline.scheme.layers_of_stage(stage), pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
     )
+    if is_backward and pipeline.scheme.shard_gradients:
+        how += f", gradients of each unit reduced to {pipeline.scheme.degree} shares"
     return Operation(
         kind=OperationKind.BACKWARD if is_backward else OperationKind.FORWARD,
         ranks=pipeline.ranks_of(stage),

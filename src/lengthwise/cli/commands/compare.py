@@ -36,6 +36,7 @@ def run(
     methods: shared.Methods = None,
     recompute: its.Recompute = RecomputeMode.AUTO,
     offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
+    shard_gradients: its.ShardGradients = its.GradientSharding.NONE,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     seed: its.Seed = 0,
@@ -59,7 +60,8 @@ def run(
         source, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
-        offload=offload.value, dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
+        offload=offload.value, shard_gradients=shard_gradients.value, dtype=dtype.value, profile=profile,
+        overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")

@@ -22,6 +22,7 @@ from lengthwise.cost.analytic.stage_memory import (
     reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
+from lengthwise.cost.gradient_reduction import whole_units
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 from lengthwise.cost.weight_shards import held_params, pushed_params
@@ -74,7 +75,9 @@ class AnalyticCost(SeparableCost):
         return np.take_along_axis(comm_s, slowest[None], axis=0)[0]
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """Seconds of launches and calls of every layer, and of weights moved to where they are not held."""
+        """Seconds of launches and calls of every layer, of weights moved to where they are not held, and of gradients
+        reduced to shares as far as no backward hides it.
+        """
         return self._stages(scheme)[1]
 
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
@@ -95,7 +98,9 @@ class AnalyticCost(SeparableCost):
         for stage in stages:
             if not any(stage.is_dominated_by(other) for other in slowest):
                 slowest = [other for other in slowest if not other.is_dominated_by(stage)] + [stage]
-        return tuple(slowest), max(stage.overhead_s for stage in stages)
+        reduction = self.reduction(scheme)
+        reduced_s = 0.0 if reduction is None else reduction.least_s
+        return tuple(slowest), max(stage.overhead_s for stage in stages) + reduced_s
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         return self._memory(tokens, scheme, num_devices=num_devices)
@@ -111,9 +116,9 @@ class AnalyticCost(SeparableCost):
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
-        Model state; the largest layer's gathered weights; per token of the pack what the layers keep on the device,
-        what one layer's backward takes, the whole of one recomputed layer, and what comes back from the host for two;
-        on the last stage the loss.
+        Model state; whole gradients of two units where ranks keep shares; the largest layer's gathered weights; per
+        token of the pack what the layers keep on the device, what one layer's backward takes, the whole of one
+        recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
         widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
         gradient_width = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
@@ -125,10 +130,11 @@ class AnalyticCost(SeparableCost):
         )
         buffers = max(layer.volume.buffer_bytes for layer in layers)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
+        num_whole, num_whole_last = whole_units(self.model, scheme, stage)
         moments: tuple[MemoryMoment, ...] = ()
         for activations, pushed, num_outputs, backwards in (
-            (in_flight * saved, 0, in_flight, lines_of()),
-            (first.on_device, gradient_width * num_pushed, 1, lines_of(is_last=True)),
+            (in_flight * saved, gradient_width * num_whole, in_flight, lines_of()),
+            (first.on_device, gradient_width * (num_pushed + num_whole_last), 1, lines_of(is_last=True)),
         ):
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
@@ -157,6 +163,6 @@ class AnalyticCost(SeparableCost):
             moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)
         weights, gradients, optimizer = state_parts(
             self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held, on_host=self.state_on_host,
-            narrow_gradients=self.narrow_gradients,
+            narrow_gradients=self.narrow_gradients, gradient_shares=scheme.degree if scheme.shard_gradients else 1,
         )  # fmt: skip
         return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)

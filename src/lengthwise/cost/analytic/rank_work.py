@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from lengthwise.core.batch import num_targets
+from lengthwise.core.layout import shard_size
+from lengthwise.core.parameter_shapes import stage_unit_sizes
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.layer_bytes import ffn_forward_flops, has_tiles
 from lengthwise.cost.analytic.stage_memory import MemoryParts
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
+from lengthwise.cost.memory_model import gradient_bytes
 
 
 @dataclass(kw_only=True)
@@ -21,7 +24,8 @@ class RankWork:
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     sent_bytes: Counter[str] = field(default_factory=Counter)
-    """Of the collectives of layers; those of embedding and head, and what moves weights, left out."""
+    """Of the collectives of layers, and of gradients that are reduced to shares; those of embedding and head, and what
+    moves weights, left out."""
     peak: MemoryParts | None = None
     """None for a rank that computes nothing."""
 
@@ -55,6 +59,10 @@ def rank_work(plan: StepPlan, rank: int, cost: AnalyticCost) -> RankWork:
 
 def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, stage: int, cost: AnalyticCost) -> None:
     scheme, model = pipeline.scheme_of(micro_batch), cost.model
+    if scheme.shard_gradients:
+        width = gradient_bytes(cost.dtype, is_narrow=cost.narrow_gradients)
+        padded = sum(shard_size(size, scheme.degree) for size in stage_unit_sizes(model, scheme, stage))
+        work.sent_bytes["reduce_scatter"] += padded * (scheme.degree - 1) * width
     for layer in scheme.layers_of_stage(stage):
         volume = layer_volume(model, scheme.methods[layer], degree=scheme.degree, dtype=cost.dtype)
         work.add(volume.forward, micro_batch, model, count=1 + scheme.recompute[layer])

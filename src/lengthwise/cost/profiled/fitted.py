@@ -165,8 +165,10 @@ class FittedCost(ProfiledCost):
         return times_s if scheme.is_plain else times_s + self._offload.times_s(length, scheme)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """Seconds of a micro-batch before its first token: ``c``."""
-        return self._fits(scheme).c_s + (0.0 if scheme.is_plain else self._offload.overhead_s(scheme))
+        """Seconds of a micro-batch before its first token: ``c``, and what reducing its gradients to shares adds."""
+        reduction = self.reduction(scheme)
+        reduced_s = 0.0 if reduction is None else reduction.least_s
+        return self._fits(scheme).c_s + reduced_s + (0.0 if scheme.is_plain else self._offload.overhead_s(scheme))
 
     def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out."""

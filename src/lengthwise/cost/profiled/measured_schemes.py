@@ -36,7 +36,8 @@ def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[Pipe
 
 
 class ProfiledCost(SeparableCost):
-    """A cost model that knows the schemes that were profiled, these with offload and tiles, and no others."""
+    """A cost model that knows the schemes that were profiled, these with offload, tiles and sharded gradients, and no
+    others."""
 
     def __init__(
         self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
@@ -89,8 +90,8 @@ class ProfiledCost(SeparableCost):
         """
         if scheme in self.tables:
             return {scheme: 1.0}
-        if not scheme.is_plain:
-            return self._find_parts(without_offload_and_tiles(scheme))
+        if not scheme.is_plain or scheme.shard_gradients:
+            return self._find_parts(replace(without_offload_and_tiles(scheme), shard_gradients=False))
         shares = Counter(scheme.methods)
         parts = {
             replace(scheme, methods=(method,) * scheme.num_layers): count / scheme.num_layers

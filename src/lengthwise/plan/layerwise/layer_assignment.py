@@ -244,6 +244,7 @@ class LayerAssigner:
                     for _ in range(count)
                 ),
                 weights=first.scheme.weights,
+                shard_gradients=first.scheme.shard_gradients,
             )
             self._mixes[key] = Candidate(
                 scheme=scheme,

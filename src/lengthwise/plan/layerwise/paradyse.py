@@ -55,7 +55,7 @@ def on_every_degree(problem: PlanningProblem) -> list["ParaDysePolicy"]:
     """Make a policy for copies of every family that tiles the cluster, whatever length it holds."""
     tiling = [
         candidates
-        for (degree, layers, _), candidates in problem.families.items()
+        for (degree, layers, *_), candidates in problem.families.items()
         if len(layers) == 1 and problem.num_devices % degree == 0
     ]
     return [ParaDysePolicy(problem, _ladder(candidates)) for candidates in tiling]

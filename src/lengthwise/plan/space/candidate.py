@@ -17,10 +17,12 @@ from lengthwise.core.pipeline_config import (
     homogeneous,
     uniform_scheme,
 )
+from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.data.size_buckets import round_down
 
-Family = tuple[int, tuple[int, ...], WeightPlacement]
-"""Degree, layers per stage, weights: schemes that agree in them can stand in for one another, pack by pack."""
+Family = tuple[int, tuple[int, ...], WeightPlacement, bool]
+"""Degree, layers per stage, weights and whether gradients are sharded: schemes that agree in them can stand in for one
+another, pack by pack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,8 +59,9 @@ class Candidate:
 
     @cached_property
     def family(self) -> Family:
-        """Degree, layers per stage and weight placement, shared by candidates that can stand in for one another."""
-        return self.scheme.degree, self.scheme.stage_layers, self.scheme.weights
+        """What candidates share that can stand in for one another."""
+        scheme = self.scheme
+        return scheme.degree, scheme.stage_layers, scheme.weights, scheme.shard_gradients
 
     @cached_property
     def max_tokens(self) -> int:
@@ -71,6 +74,12 @@ class Candidate:
     def overhead_s(self) -> float:
         """Seconds per stage that a micro-batch costs before its first token."""
         return self.cost.overhead_s(self.scheme)
+
+    @cached_property
+    def reduction(self) -> ReductionTime | None:
+        """Seconds of reducing a micro-batch's gradients to shares; None where whole ones are kept."""
+        reduction = getattr(self.cost, "reduction", None)
+        return reduction(self.scheme) if reduction is not None and self.scheme.shard_gradients else None
 
     @cached_property
     def update_s(self) -> float:

@@ -52,12 +52,32 @@ def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
 def phase_times_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
     """Seconds per stage of each pack of each pipeline, overhead included."""
     times_s = _times_without_filler_s(priced, phase)
-    if priced.problem.lattice is None:
-        return times_s
+    if priced.problem.lattice is not None:
+        times_s = [
+            [time_s + more_s for time_s, more_s in zip(packs_s, _filler_times_s(priced, pipeline))]
+            for pipeline, packs_s in zip(phase, times_s)
+        ]
     return [
-        [time_s + more_s for time_s, more_s in zip(packs_s, _filler_times_s(priced, pipeline))]
+        [time_s + late_s for time_s, late_s in zip(packs_s, _late_reductions_s(priced, pipeline, packs_s))]
+        if pipeline.candidate.reduction is not None
+        else packs_s
         for pipeline, packs_s in zip(phase, times_s)
     ]
+
+
+def _late_reductions_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: Sequence[float]) -> list[float]:
+    """Seconds that each pack waits for its gradients to be reduced, as its backward is too short to hide them.
+
+    ``times_s``: of each pack if it were not. Backwards leave the links free where they compute.
+    """
+    runs, reduction = runs_of(pipeline), pipeline.candidate.reduction
+    assert reduction is not None, "gradients are sharded"
+    lengths = [_lengths_of(priced, pipeline, number) for number in range(len(pipeline.packs))]
+    covers_s = [
+        (time_s - run.overhead_s - comm_s) * (1 - 1 / run.forwards)
+        for time_s, run, comm_s in zip(times_s, runs, comm_times_s(runs, lengths))
+    ]
+    return [reduction.late_s(cover_s) for cover_s in covers_s]
 
 
 def _times_without_filler_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
@@ -207,7 +227,8 @@ def _moved_s(
     """Seconds that each pipeline of a phase is later for pulls and pushes that its passes do not hide.
 
     The first forward and the last backward of the first stage leave the links free where they compute: not while their
-    ranks exchange activations, nor in what a micro-batch takes before its first token, such as moving weights.
+    ranks exchange activations, nor in what a micro-batch takes before its first token, such as moving weights, nor
+    while its gradients are reduced to shares.
     """
     ends = [
         [issue_order(priced, pipeline, times_s)[k] for k in (0, -1)] if times_s else []
@@ -224,6 +245,8 @@ def _moved_s(
             forward = 1 / pipeline_runs[number].forwards
             computed_s = max(0.0, times_s[number] - pipeline_runs[number].overhead_s - next(comm_s))
             covers_s[end] = computed_s * (1 - forward if end else forward)
+            if end and (reduction := pipeline_runs[number].reduction) is not None:
+                covers_s[end] = max(0.0, covers_s[end] - reduction.whole_s)
         pulled_s = parts.exposed_pull_s(covers_s[0]) if is_first else 0.0
         moved_s.append(pulled_s + (parts.exposed_push_s(covers_s[1]) if is_last else 0.0))
     return moved_s

@@ -28,7 +28,7 @@ def with_fewest_recomputed(
         for degree, fewest in _fewest(single, max_length):
             if fewest not in levels:
                 most_degree[fewest] = max(degree, most_degree.get(fewest, 0))
-        bases = {(c.scheme.degree, c.scheme.methods): c.scheme for c in single}
+        bases = {(c.scheme.degree, c.scheme.methods, c.scheme.shard_gradients): c.scheme for c in single}
         schemes = [
             replace(scheme, recompute=spread(fewest, scheme.num_layers))
             for fewest, degree in most_degree.items()
@@ -44,14 +44,15 @@ def _fewest(single: Sequence[Candidate], max_length: int) -> Iterator[tuple[int,
 
     None where it does not.
     """
-    by_scheme: dict[tuple[int, tuple[Method, ...]], list[Candidate]] = {}
+    by_scheme: dict[tuple[int, tuple[tuple[Method, ...], bool]], list[Candidate]] = {}
     for candidate in single:
-        by_scheme.setdefault((candidate.scheme.degree, candidate.scheme.methods), []).append(candidate)
+        scheme = candidate.scheme
+        by_scheme.setdefault((scheme.degree, (scheme.methods, scheme.shard_gradients)), []).append(candidate)
     degrees = sorted({degree for degree, _ in by_scheme})
-    for methods in dict.fromkeys(methods for _, methods in by_scheme):
+    for how in dict.fromkeys(how for _, how in by_scheme):
         fewest: int | None = None
         for degree in degrees:
-            least = _fewest_of(by_scheme.get((degree, methods), ()), max_length, below=fewest)
+            least = _fewest_of(by_scheme.get((degree, how), ()), max_length, below=fewest)
             fewest = least if fewest is None else fewest
             if least is not None and fewest is not None:
                 fewest = min(fewest, least)

@@ -89,7 +89,9 @@ def _figures(
         if (longest := int(tokens[mine].max())) > candidate.max_tokens:
             _refuse(priced.problem, candidate, flat[mine[int(tokens[mine].argmax())]], longest, policy)
         peaks[mine] = candidate.peak_bytes(tokens[mine])
-    return list(zip(comm_times_s(runs, [pack.computed_lengths for pack in flat]), peaks.tolist()))
+    comm_s = comm_times_s(runs, [pack.computed_lengths for pack in flat])
+    reduced_s = (0.0 if run.reduction is None else run.reduction.least_s for run in runs)
+    return [(exposed_s + more_s, peak) for exposed_s, more_s, peak in zip(comm_s, reduced_s, peaks.tolist())]
 
 
 def _micro_batches(

@@ -115,9 +115,9 @@ def ladder_candidates(
     """
     families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
     for scheme in schemes:
-        families.setdefault(_family(scheme), (scheme, []))
+        families.setdefault(family_of(scheme), (scheme, []))
     for candidate in candidates:
-        families[_family(candidate.scheme)][1].append(candidate)
+        families[family_of(candidate.scheme)][1].append(candidate)
     asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
     made: dict[PipelineConfig, tuple[Candidate, ...]] = {}
 
@@ -136,7 +136,7 @@ def ladder_candidates(
             needs_longer = max((candidate.max_tokens for candidate in within), default=0) < max_length
             if not hosts and not (tiles and needs_longer):
                 continue
-            fastest = _Fastest(of_shares, max_length, needs_longer=needs_longer)
+            fastest = FastestOfFamily(of_shares, max_length, needs_longer=needs_longer)
             rounds = [
                 [rung.of(scheme, tile_tokens=tiles) for rung in rungs if rung.is_possible(shares, hosts, tiles > 0)]
                 for rungs in (FASTER, MIXED, LEANER if needs_longer else ())
@@ -147,7 +147,7 @@ def ladder_candidates(
     return tuple(added)
 
 
-def _paying(fastest: "_Fastest", rounds: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:
+def _paying(fastest: "FastestOfFamily", rounds: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:
     """The candidates that pay beside those before them, round after round while any does."""
     for candidates in rounds:
         if fastest.needs_no_recompute:
@@ -166,16 +166,19 @@ def _is_within(scheme: PipelineConfig, other: PipelineConfig) -> bool:
     """Whether every search space of ``other``'s degree, stages and method has ``scheme``."""
     methods = {*other.methods, Method.DENSE}
     return (
-        scheme.degree <= other.degree and scheme.num_stages <= other.num_stages and methods.issuperset(scheme.methods)
+        scheme.degree <= other.degree
+        and scheme.num_stages <= other.num_stages
+        and methods.issuperset(scheme.methods)
+        and scheme.shard_gradients <= other.shard_gradients
     )
 
 
-def _family(scheme: PipelineConfig) -> object:
+def family_of(scheme: PipelineConfig) -> object:
     """What schemes share that differ in recompute alone."""
-    return scheme.degree, scheme.stage_layers, scheme.methods, scheme.weights
+    return scheme.degree, scheme.stage_layers, scheme.methods, scheme.weights, scheme.shard_gradients
 
 
-class _Fastest:
+class FastestOfFamily:
     """The seconds of one sequence alone under the fastest of a family's candidates, by length."""
 
     def __init__(self, candidates: Sequence[Candidate], max_length: int, *, needs_longer: bool) -> None:

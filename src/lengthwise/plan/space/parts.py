@@ -19,8 +19,9 @@ FEW_METHODS = 3
 def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     """The candidates, then the parts of them, each once.
 
-    Without offload and tiles; without each of the methods; of each lower degree and number of stages at most; without
-    tiles or without offload, and of those without both the ones that recompute no layer, or all; then of fewer methods.
+    Without offload and tiles; without sharded gradients; without each of the methods; of each lower degree and number
+    of stages at most; without tiles or without offload, and of those without both the ones that recompute no layer, or
+    all; then of fewer methods.
     """
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
@@ -38,9 +39,15 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
 
 
 def main_parts(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
-    """The candidates, those without offload and tiles, and those without each of the methods, each once."""
+    """The candidates, those without offload and tiles, those without sharded gradients, and those without each of the
+    methods, each once."""
     without_one = (_without((method,)) for method in reversed(_shared_methods(candidates)))
-    tests = [lambda scheme: True, lambda scheme: scheme.is_plain, *without_one]
+    tests = [
+        lambda scheme: True,
+        lambda scheme: scheme.is_plain,
+        lambda scheme: not scheme.shard_gradients,
+        *without_one,
+    ]
     return list(dict.fromkeys(_passing(candidates, tests)))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidat
 from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
 from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode, ladder_candidates
 from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
 SHARDED_METHODS = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
@@ -65,6 +67,8 @@ class SearchSpace:
     offload: OffloadMode = OffloadMode.AUTO
     """Whose saved tensors are on the host between forward and backward; auto: no layer's, and others' where that pays
     or longer sequences need it."""
+    shard_gradients: GradientSharding = GradientSharding.NONE
+    """Whether ranks of a stage with whole weights shard the gradients of every micro-batch; auto: where that pays."""
     tile_tokens: int | None = None
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
 
@@ -101,7 +105,8 @@ class SearchSpace:
             head_layers=self.head_layers,
         )
         fields = self._activations(num_layers, cluster)
-        return [replace(scheme, **fields) for scheme in schemes] if fields else schemes
+        schemes = [replace(scheme, **fields) for scheme in schemes] if fields else schemes
+        return list(map(sharded, schemes)) if self.shard_gradients is GradientSharding.ALL else schemes
 
     def _activations(self, num_layers: int, cluster: ClusterSpec) -> dict[str, Any]:
         """The fields of every scheme that say what becomes of its activations."""
@@ -175,11 +180,15 @@ def _candidates(
     token_limit: int | None,
 ) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
     """The schemes of the search space, offload and tiles left out, and the candidates with them, under ``cost``."""
+    make = partial(make_candidates, cost=cost, num_devices=cluster.num_devices, token_limit=token_limit)
     schemes = search_space.schemes(num_layers, cluster)
-    candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    candidates = make(schemes)
     if search_space.methods is None and most_tokens(candidates) < max_length:
         schemes = search_space.widest.schemes(num_layers, cluster)
-        candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+        candidates = make(schemes)
+    if search_space.shard_gradients is GradientSharding.AUTO:
+        more, paying = paying_schemes(schemes, candidates, make, max_length=max_length)
+        schemes, candidates = schemes + more, candidates + paying
     candidates = with_fewest_recomputed(
         candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
     )

@@ -1,7 +1,7 @@
 """A step of this library's own models as one rank of a fake world runs it."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import CheckError
-from lengthwise.core.pipeline_config import PipelineSchedule, WeightShard
+from lengthwise.core.pipeline_config import GradientShare, PipelineSchedule, WeightShard
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
@@ -75,9 +75,11 @@ class LabelledState(ShardedState):
         if self.recorder is not None and view is not None:
             self.recorder.memory.label([view], MemoryKind.GRADIENTS)
 
-    def hold(self, holdings: tuple[WeightShard | None, ...]) -> None:  # type: ignore[override]
+    def hold(
+        self, holdings: Sequence[WeightShard | None], shares: Sequence[GradientShare | None] | None = None
+    ) -> None:
         """Lay out what every rank computes with, and label it."""
-        super().hold(holdings)
+        super().hold(holdings, shares)
         self.label()
 
 

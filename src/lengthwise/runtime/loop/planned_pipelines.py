@@ -104,6 +104,11 @@ def check_executable(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
             )
+        if scheme.shard_gradients:
+            raise InputError(
+                f"{where}: pipelines[{number}] shards gradients over the ranks of a stage, which this library's own "
+                "models alone do; plan with shard_gradients=false, or use weights='by-layer' in prepare(...)"
+            )
         if not can_recompute and any(pipeline.scheme_of(m).num_recomputed for m in pipeline.micro_batches):
             raise InputError(
                 f"{where}: pipelines[{number}] recomputes layers, which {Setting.RECOMPUTE}=none left out of the "

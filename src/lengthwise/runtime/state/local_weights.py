@@ -8,9 +8,13 @@ not do: changes through ``parameter.data`` do not move them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from lengthwise.core.layout import Interval
+from lengthwise.runtime.state.propagation import Routes
 
 ROW = 1024
 """Words of 64 bits that are summed up at once for a fingerprint."""
@@ -28,6 +32,16 @@ class LocalWeights:
     master: Tensor
     places: Sequence[slice]
     """Where in ``weights`` the master weights are, in their order."""
+
+    @staticmethod
+    def places_of(owned: Sequence[Interval], bounds: Sequence[int], routes: Routes) -> list[slice]:
+        """Where in the flat weights of ``routes`` the ``owned`` intervals are; units are cut at ``bounds``."""
+        return [
+            routes.place((max(start, first), min(end, last)))
+            for start, end in owned
+            for first, last in pairwise(bounds)
+            if max(start, first) < min(end, last)
+        ]
 
     def bring_back(self) -> str:
         """Put parameters whose data were replaced back where they belong, with their new values.

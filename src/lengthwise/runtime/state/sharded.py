@@ -8,7 +8,8 @@ owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propaga
     master    [own]    master dtype
     pushed    [own]    gradient dtype: the gradient, summed over ranks
     weights   [held]   compute dtype; the model's parameters are views of it
-    gradients [held]   gradient dtype; parameter gradients accumulate in it
+    gradients [held]   gradient dtype; parameter gradients accumulate in it, or this rank's share of them
+                       (:mod:`lengthwise.runtime.state.gradient_shares`)
 
 Gradients are of the master dtype, or of the compute dtype if the optimizer's settings say so; of its update each part
 of a unit then has them in the master dtype in turn.
@@ -22,7 +23,6 @@ gradients of a unit go when a backward comes to another. Weights come to the dev
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -30,26 +30,27 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
-from lengthwise.core.pipeline_config import WeightShard
+from lengthwise.core.layout import Interval
+from lengthwise.core.pipeline_config import GradientShare, WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.comm.host_memory import RunningSums, UnitSums
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.absent_parameter import make_present
+from lengthwise.runtime.state.gradient_shares import GradientShares
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.owned_segments import Segment, segments_of, update_at_once, update_by_unit
-from lengthwise.runtime.state.pending_parameter import PendingUnits
-from lengthwise.runtime.state.sharded_weights import ShardedWeights
+from lengthwise.runtime.state.pulled_weights import PulledWeights
 from lengthwise.runtime.state.table import ParameterTable
 
 PUSHES_UNDER_WAY = 2
 """How many units' gradients are under way at most at the end of a step."""
 
 
-class ShardedState(ShardedWeights):
+class ShardedState(PulledWeights):
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
     pulls_ahead = False
@@ -78,8 +79,6 @@ class ShardedState(ShardedWeights):
         """Adds to ``pushed`` what pushes bring."""
         self.settings = settings
         self._is_alone = world.size == 1
-        self._held: set[int] = set()
-        """Units that some rank computes with as laid out by :meth:`hold`."""
         self._grad_views: dict[str, Tensor] = {}
         self._weight_views: dict[str, Tensor] = {}
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
@@ -103,33 +102,44 @@ class ShardedState(ShardedWeights):
         self.moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
         """Whether a parameter's gradient is added elsewhere, and not kept, when a backward has made it."""
         if self.moves_gradients:
-            self._hooks = [
-                parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
-                for name, parameter in self.named.items()
-            ]
+            self._hook_gradients()
         self.holdings: tuple[WeightShard | None, ...] | None = None
+        self.gradient_shares: tuple[GradientShare | None, ...] = ()
+        """What each rank keeps of the gradients of its weights between micro-batches; None: all of them."""
+        self.shares = GradientShares(table.num_units)
+        """Whole gradients on their way to this rank's share."""
         self.gradients = self._nothing(self.gradient_dtype)
-        self.weights = self._nothing(self.compute_dtype)  # a rank may hold nothing, but of this kind
-        self._coming: list[AsyncResult | None] = []
         self._going: list[AsyncResult] = []
         self._is_pulled = False
-        self._pending = PendingUnits(self.named, table)
         self._release()
 
-    def hold(self, holdings: Sequence[WeightShard | None]) -> None:
-        """Lay out what every rank computes with from now on; weights come with the next :meth:`pull`."""
-        holdings = tuple(holdings)
-        if holdings == self.holdings:
+    def hold(
+        self, holdings: Sequence[WeightShard | None], shares: Sequence[GradientShare | None] | None = None
+    ) -> None:
+        """Lay out what every rank computes with from now on; weights come with the next :meth:`pull`.
+
+        ``shares``: what ranks keep of their gradients; None: what they do, or of other weights all.
+        """
+        holdings, before = tuple(holdings), self.gradient_shares
+        if holdings != self.holdings:
+            self.finish_pull()
+            self._is_pulled = False
+            self._release()
+            self._held = {part.slot.unit for holding in set(holdings) for part in self.table.parts(holding)}
+            self.routes, before = self.routes_to(holdings), ()
+        shares = (before or (None,) * len(holdings)) if shares is None else tuple(shares)
+        if shares == before:
             return
-        self.finish_pull()
-        self._is_pulled = False
-        self._release()
-        self._held = {part.slot.unit for holding in set(holdings) for part in self.table.parts(holding)}
-        self.routes = self.routes_to(holdings)
-        self._allocate(self.routes.num_elements)
-        for part in self.table.parts(holdings[self.world.rank]):
-            self._attach(part.slot.name, self.routes.place(part.interval), part.shape)
-        self.holdings = holdings
+        is_shared = any(share is not None for share in shares)
+        self.push_routes = self.routes_to(holdings, shares=shares) if is_shared else self.routes
+        self._allocate(self.routes.num_elements, self.push_routes.num_elements)
+        parts, share = self.table.parts(holdings[self.world.rank]), shares[self.world.rank]
+        self.shares.lay_out(parts, share, self.push_routes, self.gradients)
+        if share is not None and not self._hooks:
+            self._hook_gradients()
+        for part in parts:
+            self._attach(part.slot.name, part.interval, part.shape, keeps_gradient=share is None)
+        self.holdings, self.gradient_shares = holdings, shares
 
     def materialize_all(self) -> None:
         """Pull the whole model to every rank, for evaluation, measuring and tests."""
@@ -142,12 +152,6 @@ class ShardedState(ShardedWeights):
         self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
         self.pull()
         self.defer_waits()
-
-    def defer_waits(self) -> None:
-        """Let whoever reads a parameter wait for what was pulled."""
-        for unit, coming in enumerate(self._coming):
-            if coming is not None:
-                self._pending.begin(unit, partial(self.need, unit))
 
     def pull(self) -> None:
         """Start the all-gather of every unit's weights to the ranks that compute with them, unless they are there.
@@ -167,28 +171,6 @@ class ShardedState(ShardedWeights):
         self._is_pulled = True
         self._next_push = self.table.num_units - 1
 
-    def _pulled(self, unit: int) -> AsyncResult | None:
-        """Start the all-gather of one unit's weights; None: nobody computes with it."""
-        route = self.routes.units[unit]
-        return route.pull(self.share(route.own_share), self.weights) if unit in self._held else None
-
-    def is_coming(self, unit: int) -> bool:
-        """Whether weights that ``unit`` uses are in flight: started, and not waited for yet."""
-        return any(self._coming[used_unit] is not None for used_unit in self._used_by(unit))
-
-    def need(self, unit: int) -> None:
-        """Wait until the weights that ``unit`` uses are there. Where both are tied, the output uses the input's."""
-        used = self._used_by(unit)
-        for used_unit, coming in enumerate(self._coming):
-            if coming is not None and (used_unit in used or coming.is_done):  # what was sent of the others is freed
-                coming.wait()
-                self._coming[used_unit] = None
-                self._pending.end(used_unit)
-
-    def _used_by(self, unit: int) -> tuple[int, ...]:
-        is_output = unit == self.table.num_units - 1
-        return (0, unit) if is_output and self.table.shared else (unit,)
-
     def is_pushed(self, unit: int) -> bool:
         """Whether the push of ``unit`` has started in this step."""
         return unit > self._next_push
@@ -200,7 +182,8 @@ class ShardedState(ShardedWeights):
         """
         while self._next_push >= unit and not self._is_alone:
             if self._next_push in self._held:
-                self._going.append(self.routes.units[self._next_push].push(self.gradients, self.pushed, self.sums))
+                self.shares.settle(self._next_push)
+                self._going.append(self.push_routes.units[self._next_push].push(self.gradients, self.pushed, self.sums))
             self._next_push -= 1
         under_way = []
         for going in self._going:
@@ -210,12 +193,22 @@ class ShardedState(ShardedWeights):
                 under_way.append(going)
         self._going = under_way
 
+    def complete(self, unit: int, *, is_last: bool) -> None:
+        """Begin to reduce the gradients of ``unit``, of which ranks keep shares, or in the last backward to push them.
+
+        Of shares, those of the unit after it are pushed: its own are on their way.
+        """
+        self.shares.reduce_from(unit)
+        if is_last:
+            self.push_from(unit + self.shares.is_active)
+
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
         if not self._is_alone:
             self.push_rest()
             self._wait_for_pushes(0)
         self._settle()
+        self.shares.clear()
         if not self._is_alone:
             self.gradients.zero_()
 
@@ -229,6 +222,7 @@ class ShardedState(ShardedWeights):
     def push_again(self) -> None:
         """Forget what was pushed, of which gradients that came late are missing; every rank calls this."""
         self._wait_for_pushes(0)
+        self.shares.reduce_late()
         self.clear_gradient()
         self._next_push = self.table.num_units - 1
 
@@ -236,11 +230,6 @@ class ShardedState(ShardedWeights):
         """Wait for the oldest until ``num_left`` are under way: each has room for what all ranks send to this one."""
         while len(self._going) > num_left:
             self._going.pop(0).wait()
-
-    def finish_pull(self) -> None:
-        """Wait for all weights that were pulled, also for those that are sent from here and not used."""
-        for unit in range(self.table.num_units):
-            self.need(unit)
 
     def release_params(self) -> None:
         """Give the parameters storage of their own again, with the current weights and no gradient."""
@@ -255,6 +244,7 @@ class ShardedState(ShardedWeights):
         """Forget what backwards added since the last push, and a push that no update followed."""
         self._wait_for_pushes(0)
         self._settle()
+        self.shares.clear()
         self.gradients.zero_()
         self._next_push = self.table.num_units - 1
 
@@ -267,7 +257,7 @@ class ShardedState(ShardedWeights):
 
     def detached_gradient(self) -> str | None:
         """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
-        if self.moves_gradients:
+        if self.moves_gradients or self.shares.is_active:
             return None
         views = self._grad_views
         return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
@@ -316,12 +306,7 @@ class ShardedState(ShardedWeights):
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
         self.finish_pull()
-        places = [
-            self.routes.place((max(start, first), min(end, last)))
-            for start, end in self.owned_layout.intervals[self.world.rank]
-            for first, last in pairwise(self.table.bounds)
-            if max(start, first) < min(end, last)
-        ]
+        places = LocalWeights.places_of(self.owned_layout.intervals[self.world.rank], self.table.bounds, self.routes)
         return LocalWeights(
             parameters=self.named, views=self._weight_views, weights=self.weights, master=self.master, places=places
         )
@@ -330,24 +315,27 @@ class ShardedState(ShardedWeights):
         """Mark the pulled weights as out of date, after the master weights were changed."""
         self._is_pulled = False
 
-    def _allocate(self, size: int) -> None:
-        """Allocate weights and gradients of ``size``. A single rank computes with what it owns: no copies."""
+    def _allocate(self, size: int, num_gradients: int) -> None:
+        """Allocate weights of ``size`` and gradients. A single rank computes with what it owns: no copies."""
         if self._is_alone:
             assert size == len(self.master), "one rank computes with the whole model"
             self.gradients = self.pushed
             if self.compute_dtype == self.master_dtype and not self.on_host:
                 self.weights = self.master
                 return
-        if len(self.weights) == size:
-            return
-        self.weights = self._nothing(self.compute_dtype)  # freed before it is allocated anew
-        self.weights = torch.zeros(size, dtype=self.compute_dtype, device=self.world.device)
-        if not self._is_alone:
-            self.gradients = self._nothing(self.gradient_dtype)
-            self.gradients = torch.zeros(size, dtype=self.gradient_dtype, device=self.world.device)
+        if len(self.weights) != size:
+            self.weights = self._nothing(self.compute_dtype)  # freed before it is allocated anew
+            self.weights = torch.zeros(size, dtype=self.compute_dtype, device=self.world.device)
+        if not self._is_alone and len(self.gradients) != num_gradients:
+            self._forget_gradients()
+            self.gradients = torch.zeros(num_gradients, dtype=self.gradient_dtype, device=self.world.device)
 
-    def _nothing(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(0, dtype=dtype, device=self.world.device)
+    def _forget_gradients(self) -> None:
+        """Free gradients before others are allocated."""
+        self.gradients, self._grad_views = self._nothing(self.gradient_dtype), {}
+        self.shares.lay_out((), None, self.routes, self.gradients)
+        for parameter in self.named.values():
+            parameter.grad = None
 
     def _release(self) -> None:
         """Detach all parameters from the flat buffers."""
@@ -358,12 +346,13 @@ class ShardedState(ShardedWeights):
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
 
-    def _attach(self, name: str, at: slice, shape: tuple[int, ...]) -> None:
-        """Make a parameter a view of ``weights`` whose gradient lands in ``gradients``."""
+    def _attach(self, name: str, interval: Interval, shape: tuple[int, ...], *, keeps_gradient: bool) -> None:
+        """Make a parameter a view of ``weights``; its whole gradient lands in ``gradients``, or nowhere."""
         parameter = self.named[name]
-        parameter.data = self.weights[at].view(shape)
+        parameter.data = self.weights[self.routes.place(interval)].view(shape)
         self._weight_views[name] = parameter.data
-        self.collect_gradient(name, self.gradients[at].view(shape))
+        view = self.gradients[self.push_routes.place(interval)].view(shape) if keeps_gradient else None
+        self.collect_gradient(name, view)
 
     def _settle(self) -> None:
         """Wait until all gradients that go to the host are added there."""
@@ -384,14 +373,27 @@ class ShardedState(ShardedWeights):
         with torch._C.DisableTorchFunction():
             return [self.named[name].grad for name in names]
 
+    def _hook_gradients(self) -> None:
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
+            for name, parameter in self.named.items()
+        ]
+
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
-        """A hook that moves a parameter's finished gradient into the buffer of higher precision, or to the host."""
+        """A hook that moves a parameter's finished gradient to where it is added up, if that is not with it."""
         on_device, unit = RunningSums(on_host=False), self.table.slots[name].unit
         leaves_device = self.on_host and self._is_alone
 
         def add(parameter: Tensor) -> None:
-            view, gradient, parameter.grad = self._grad_views[name], parameter.grad, None
+            is_shared = self.shares.has(name, unit)
+            if not is_shared and not self.moves_gradients:
+                return
+            gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
+            if is_shared:
+                self.shares.add(name, unit, gradient)
+                return
+            view = self._grad_views[name]
             if leaves_device:
                 self._of_unit.add(name, unit, view, gradient)
             else:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.layout import Layout
-from lengthwise.core.pipeline_config import WeightShard
+from lengthwise.core.pipeline_config import GradientShare, WeightShard
 from lengthwise.runtime.comm import host_memory
 from lengthwise.runtime.comm.group import Traffic
 from lengthwise.runtime.comm.world import DistContext
@@ -42,7 +42,7 @@ class ShardedWeights:
         self.owned_layout = table.sharded(world.size) if layout is None else layout
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
-        self._routes: dict[tuple[bool, tuple[WeightShard | None, ...]], Routes] = {}
+        self._routes: dict[object, Routes] = {}
         first = model.first_weights if isinstance(model, Transformer) else None
         self.master = self._owned_values(self._present_value if first is None else first.value)
         if isinstance(model, Transformer):
@@ -59,15 +59,22 @@ class ShardedWeights:
             return host_memory.to_device(values, self.compute_dtype, self.world.device)
         return values.to(self.compute_dtype)
 
-    def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
+    def routes_to(
+        self,
+        holdings: Sequence[WeightShard | None],
+        *,
+        is_direct: bool = False,
+        shares: Sequence[GradientShare | None] | None = None,
+    ) -> Routes:
         """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
 
         ``is_direct``: in one exchange each, which no rank need wait for before it issues the next, also across nodes.
+        ``shares``: what ranks keep of their gradients, whose routes are asked for.
         """
-        key = (is_direct, tuple(holdings))
+        key = (is_direct if shares is None else tuple(shares), tuple(holdings))
         cached_routes = self._routes.pop(key, None)
         if cached_routes is None:
-            computed = self.table.propagation(holdings)
+            computed = self.table.propagation(holdings) if shares is None else self.table.gradients(holdings, shares)
             cached_routes = routes(
                 self.table.bounds,
                 self.owned_layout,

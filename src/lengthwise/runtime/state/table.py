@@ -14,8 +14,8 @@ from math import prod
 
 from torch import nn
 
-from lengthwise.core.layout import Interval, Layout, row_bounds, sharded_by_unit
-from lengthwise.core.pipeline_config import WeightShard
+from lengthwise.core.layout import Interval, Layout, row_bounds, shard_size, sharded_by_unit
+from lengthwise.core.pipeline_config import GradientShare, WeightShard
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.models.base import Transformer
 
@@ -146,6 +146,32 @@ class ParameterTable:
         """The layout in which each rank has what it computes with."""
         intervals_of = {holding: self._intervals(self.parts(holding)) for holding in set(holdings)}
         return Layout(num_elements=self.num_elements, intervals=tuple(intervals_of[holding] for holding in holdings))
+
+    def gradients(self, holdings: Sequence[WeightShard | None], shares: Sequence[GradientShare | None]) -> Layout:
+        """The layout of gradients between micro-batches: of what each rank computes with, all or an equal share."""
+        of_ranks = list(zip(holdings, shares))
+        intervals_of = {
+            (holding, share): self._share_of(self._intervals(self.parts(holding)), share)
+            for holding, share in set(of_ranks)
+        }
+        return Layout(num_elements=self.num_elements, intervals=tuple(intervals_of[of_rank] for of_rank in of_ranks))
+
+    def _share_of(self, intervals: tuple[Interval, ...], share: GradientShare | None) -> tuple[Interval, ...]:
+        """One of the equal consecutive shares of what ``intervals`` have of each unit."""
+        if share is None:
+            return intervals
+        place, num_shares = share
+        cut: list[Interval] = []
+        for first, end in pairwise(self.bounds):
+            of_unit = [interval for interval in intervals if first <= interval[0] < end]
+            size = shard_size(sum(b - a for a, b in of_unit), num_shares)
+            start = -place * size  # of the unit's first interval, counted from where this share begins
+            for a, b in of_unit:
+                low, high = max(0, start), min(size, start + b - a)
+                if low < high:
+                    cut.append((a + low - start, a + high - start))
+                start += b - a
+        return tuple(cut)
 
     def _intervals(self, parts: Sequence[ParameterRows]) -> tuple[Interval, ...]:
         """Intervals of these parts; neighbours of one unit are merged."""

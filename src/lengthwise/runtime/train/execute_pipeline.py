@@ -21,6 +21,7 @@ from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_m
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.state.gradient_shares import GRADIENT_SHARES
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock, bytes_in_use
@@ -33,7 +34,7 @@ OUTPUTS, GRADIENTS = "outputs", "gradients"
 
 
 class StepWatch(ExecutionWatch):
-    """Waits for the weights a forward needs; in the last backward, pushes gradients as soon as they are final."""
+    """Waits for the weights a forward needs; reduces gradients as soon as a backward has them, or pushes its last."""
 
     def __init__(self, state: ShardedState, clock: StepClock) -> None:
         self._state, self._clock = state, clock
@@ -46,9 +47,8 @@ class StepWatch(ExecutionWatch):
                 self._state.need(unit)
 
     def complete(self, unit: int) -> None:
-        """Push ``unit`` if no micro-batch adds to its gradients any more."""
-        if self.is_last_backward:
-            self._state.push_from(unit)
+        """Reduce ``unit`` to shares, if ranks keep these; push it if no micro-batch adds to its gradients any more."""
+        self._state.complete(unit, is_last=self.is_last_backward)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class WeightPhaseRun:
 
     def _pull(self, stretch: WeightPhase) -> None:
         with self.clock.span(SpanKind.COMMUNICATE, "layout"):
-            self.state.hold(stretch.holdings)
+            self.state.hold(stretch.holdings, stretch.gradient_shares)
             self.state.pull()
 
     def _push(self) -> None:
@@ -172,10 +172,15 @@ class WeightPhaseRun:
         in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
         gradient, self._received = self._received, None
         with self.clock.span(SpanKind.COMPUTE, f"backward {operation.micro_batch}"):
+            if self.plan.pipelines[operation.pipeline].scheme.shard_gradients:
+                group = self._world.groups.of(operation.ranks, GRADIENT_SHARES)
+                assert group is not None, "a rank computes in pipelines that it is in"
+                self.state.shares.begin(group)
             if in_flight.output.requires_grad:
                 if gradient is None:
                     gradient = torch.full_like(in_flight.output, scale_of(self.state.loss_scaler))
                 in_flight.output.backward(gradient)
+            self.state.shares.finish()
         in_flight.output = in_flight.output.detach()  # what the backward needed goes now
         if in_flight.sent is not None:
             in_flight.sent.wait()  # it has arrived: its gradient came back
@@ -275,12 +280,19 @@ def out_of_memory(plan: StepPlan, failure: MicroBatchFailure) -> InfeasibleError
     )  # fmt: skip
 
 
+def gradient_keys(pipeline: Pipeline) -> list[Key]:
+    """The groups of a pipeline that reduce gradients to shares."""
+    stages = range(pipeline.scheme.num_stages if pipeline.scheme.shard_gradients else 0)
+    return [(pipeline.ranks_of(stage), GRADIENT_SHARES) for stage in stages]
+
+
 def make_groups(plan: StepPlan, state: ShardedState) -> None:
     """The groups of all stages and pipelines; every rank makes all of them, in the same order."""
     keys: list[Key] = []
     for pipeline in plan.pipelines:
         scheme = pipeline.scheme
         keys += [(pipeline.ranks_of(stage), "") for stage in range(scheme.num_stages if scheme.degree > 1 else 0)]
+        keys += gradient_keys(pipeline)
         if scheme.num_stages > 1:
             keys += [(tuple(sorted(pipeline.ranks)), purpose) for purpose in (OUTPUTS, GRADIENTS)]
     state.world.groups.prepare(keys)

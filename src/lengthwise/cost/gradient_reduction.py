@@ -1,0 +1,61 @@
+"""What it costs to reduce the gradients of every micro-batch to shares, where a scheme shards them over its stages.
+
+Each of the p ranks of a stage sends (p - 1) / p of the gradients of the weights that it holds, in the dtype in which
+they are added up, in one reduce-scatter a unit. A unit's runs beneath the backward of the layers before it; the input
+and the first layer, or a later stage's first two layers, are waited for.
+"""
+
+from dataclasses import dataclass
+
+from lengthwise.core.parameter_shapes import stage_unit_sizes, unit_size
+from lengthwise.core.pipeline_config import PipelineConfig
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.links import call_s, collective_bytes_per_s
+from lengthwise.cost.memory_model import gradient_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionTime:
+    """Seconds of the reduce-scatters of one micro-batch on the stage where they take longest."""
+
+    whole_s: float
+    """If nothing ran beneath them."""
+    last_s: float
+    """Of these, what is waited for after the backward."""
+    slowdown: float
+    """Seconds by which a second of them beneath a backward makes it longer, from 0 to 1."""
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that are exposed however long the backward is."""
+        return self.whole_s - (1.0 - self.slowdown) * (self.whole_s - self.last_s)
+
+    def late_s(self, cover_s: float) -> float:
+        """Seconds that are exposed beyond :attr:`least_s` where the backward computes for ``cover_s``."""
+        return (1.0 - self.slowdown) * max(0.0, self.whole_s - self.last_s - cover_s)
+
+
+def whole_units(model: ModelSpec, scheme: PipelineConfig, stage: int) -> tuple[float, float]:
+    """Whole gradients that a rank of ``stage`` has where it keeps shares of the others: of two units, of which one is
+    being reduced, and their shares; in the backward of any layer, and in that of the first one. Else 0.
+    """
+    if not scheme.shard_gradients:
+        return 0.0, 0.0
+    sizes, with_shares = stage_unit_sizes(model, scheme, stage), 1 + 1 / scheme.degree
+    layer = unit_size(model, "layer")
+    return with_shares * (max(sizes[1:], default=0) + layer), with_shares * sum(sizes[:2])
+
+
+def reduction_time(
+    model: ModelSpec, scheme: PipelineConfig, *, cluster: ClusterSpec, dtype: str, narrow_gradients: bool
+) -> ReductionTime | None:
+    """The seconds of the reduce-scatters of a micro-batch under ``scheme``; None where it keeps whole gradients."""
+    if not scheme.shard_gradients:
+        return None
+    p, rate = scheme.degree, collective_bytes_per_s(scheme.degree, cluster)
+    number_s = gradient_bytes(dtype, is_narrow=narrow_gradients) * (p - 1) / p / rate
+    whole_s = last_s = 0.0
+    for stage in range(scheme.num_stages):
+        seconds = [size * number_s + call_s(p, cluster) for size in stage_unit_sizes(model, scheme, stage)]
+        whole_s, last_s = max(whole_s, sum(seconds)), max(last_s, sum(seconds[:2]))
+    return ReductionTime(whole_s=whole_s, last_s=last_s, slowdown=cluster.device.overlap_slowdown)
