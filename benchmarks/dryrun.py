@@ -3,6 +3,7 @@
 python benchmarks/dryrun.py                                    # every row of dryrun.md, about twenty minutes
 python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
 python benchmarks/dryrun.py --stages 2                         # pipelines of two stages, the first rank of each
+python benchmarks/dryrun.py --shard-gradients --methods ring   # gradients reduced to shares in every backward
 python benchmarks/dryrun.py --ladder                           # layers offloaded, feed-forwards in tiles
 python benchmarks/dryrun.py --reach 8:3700000,32:15000000      # Llama-3-8B, one sequence on all GPUs, state on the host
 """
@@ -27,13 +28,21 @@ MICRO_BATCHES, SEQUENCES = 2, 4
 
 
 def plan_of(
-    method: Method, num_tokens: int, *, num_layers: int, num_ranks: int, recompute: bool, stages: int = 1
+    method: Method,
+    num_tokens: int,
+    *,
+    num_layers: int,
+    num_ranks: int,
+    recompute: bool,
+    stages: int = 1,
+    shard_gradients: bool = False,
 ) -> StepPlan:
     """Equal pipelines within nodes, each with two micro-batches of four sequences a stage."""
     degree = 1 if method is Method.DENSE else 8 // stages
     scheme = PipelineConfig(
         degree=degree, stage_layers=(num_layers // stages,) * stages, recompute=(recompute,) * num_layers,
         methods=(method,) * num_layers, weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
+        shard_gradients=shard_gradients,
     )  # fmt: skip
     lengths = (num_tokens // SEQUENCES,) * SEQUENCES
     pipelines = []
@@ -113,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--all-ranks", action="store_true", help="the middle and the last rank too")
     parser.add_argument("--ladder", action="store_true")
+    parser.add_argument("--shard-gradients", action="store_true")
     parser.add_argument("--reach", help="one sequence on all GPUs, such as 8:3700000,32:15000000")
     asked = parser.parse_args()
     if asked.reach:
@@ -132,7 +142,7 @@ def main() -> None:
             PlanToRun(
                 plan=plan_of(
                     Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices,
-                    recompute=recompute, stages=asked.stages,
+                    recompute=recompute, stages=asked.stages, shard_gradients=asked.shard_gradients,
                 ),
                 model=spec, cluster=cluster, config=config, ranks=tuple(sorted(ranks)),
             )

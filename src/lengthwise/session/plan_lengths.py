@@ -76,8 +76,7 @@ def plan(
         methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
-        shard_gradients: whether ranks that share a layer with whole weights reduce-scatter its gradients in every
-            backward and keep a share: "none" (the default), "auto", where that pays, or "all".
+        shard_gradients: over the ranks that share whole weights: "none" (the default), "auto", where it pays, or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
@@ -86,8 +85,7 @@ def plan(
         overlap: share of every update that passes hide, from 0 to 1; None (the default): as their lengths say.
         seed: of the order of the sequences; 0 by default.
 
-    Returns:
-        One plan a step.
+    Returns: one plan a step.
 
     Raises:
         InputError: a name is not known, or a value is out of its range.

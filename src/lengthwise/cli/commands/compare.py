@@ -7,6 +7,7 @@ from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
 from lengthwise.core.errors import InputError
 from lengthwise.plan.space.search_space import RecomputeMode
+from lengthwise.report.whole_file import check_place
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 
 
@@ -46,22 +47,20 @@ def run(
     """Plan and simulate the same global batches under every policy."""
     from lengthwise.cli.tables.compare_table import compare_with_progress, show_comparison
     from lengthwise.cli.tables.reach_table import show_reach
-    from lengthwise.report.whole_file import check_place
     from lengthwise.session.compare_lengths import comparison_page
     from lengthwise.session.plan_lengths import comparison_of
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
     from lengthwise.sim.sim_options import SimOptions
 
-    sizes_of_memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
-    clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **sizes_of_memory)
+    memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
+    clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **memory)
     check_place(html, "--html")
     source, budget = _source(lengths, html, tokens, price_per_hour, reach=reach), parse_budget(tokens, price_per_hour)
     contest, ledger = comparison_of(
-        source, model=model, policies=None if policies is None else split_names(policies), steps=steps,
-        spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
-        max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
-        offload=offload.value, shard_gradients=shard_gradients.value, dtype=dtype.value, profile=profile,
-        overlap=overlap, seed=seed,
+        source, model=model, policies=_names(policies), steps=steps, spelling=COMMAND_LINE, max_length=max_length,
+        over_length=over_length.value, max_degree=max_degree, max_stages=max_stages, methods=_names(methods),
+        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value, dtype=dtype.value,
+        profile=profile, overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
@@ -70,8 +69,12 @@ def run(
     if reach:
         return show_reach(contest, points, max_length=max_length, json=json)
     results = compare_with_progress(contest, points, with_steps=html is not None)
-    comparison = comparison_page(contest, clusters, results, source=str(source), ledger=ledger)
-    show_comparison(comparison, ledger, html, json=json)
+    page = comparison_page(contest, clusters, results, source=str(source), ledger=ledger)
+    show_comparison(page, ledger, html, json=json)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else split_names(text)
 
 
 def _source(

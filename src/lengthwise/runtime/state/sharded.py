@@ -392,11 +392,9 @@ class ShardedState(PulledWeights):
             assert gradient is not None
             if is_shared:
                 self.shares.add(name, unit, gradient)
-                return
-            view = self._grad_views[name]
-            if leaves_device:
-                self._of_unit.add(name, unit, view, gradient)
+            elif leaves_device:
+                self._of_unit.add(name, unit, self._grad_views[name], gradient)
             else:
-                on_device.add(view, gradient)
+                on_device.add(self._grad_views[name], gradient)
 
         return add
