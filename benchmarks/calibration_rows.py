@@ -90,7 +90,7 @@ class Constants:
     """What is fitted of a chip."""
 
     matmul_share: float
-    matmul_half_size: float
+    activation_passes: float
     attention_share: float
     exposed_share: float
     """Of the shorter of computation and moved weights, what is not hidden beneath the longer; ships with nothing."""
@@ -100,7 +100,7 @@ class Constants:
         return replace(
             device,
             matmul_share=self.matmul_share,
-            matmul_half_size=self.matmul_half_size,
+            activation_passes=self.activation_passes,
             attention_share=self.attention_share,
         )
 
@@ -165,11 +165,13 @@ class Row:
         return sum(self.lengths) / self.scheme.num_devices
 
     @cached_property
-    def parts(self) -> tuple[float, float, float, float, float]:
-        """Seconds of a micro-batch's products and attention at the peak, rest and moved weights; of a step's update."""
-        rest_s = self._micro_batch_s(NEVER, NEVER)
-        matmul_s = self._micro_batch_s(1.0, NEVER) - rest_s
-        attention_s = self._micro_batch_s(NEVER, 1.0) - rest_s
+    def parts(self) -> tuple[float, float, float, float, float, float]:
+        """Seconds of a micro-batch's products at the peak, one pass of its activations, attention at the peak, rest and
+        moved weights; of a step's update."""
+        rest_s = self._micro_batch_s(NEVER, NEVER, 0.0)
+        matmul_s = self._micro_batch_s(1.0, NEVER, 0.0) - rest_s
+        pass_s = self._micro_batch_s(NEVER, NEVER, 1.0) - rest_s
+        attention_s = self._micro_batch_s(NEVER, 1.0, 0.0) - rest_s
         moved_s = update_s = 0.0
         if self.is_unfused:
             rest_s += self._unfused_bytes / self.device.memory_bytes_per_s
@@ -178,7 +180,7 @@ class Row:
             moved = num_bytes * self.model.num_params * (self.num_devices - 1) / self.num_devices
             moved_s = moved / collective_bytes_per_s(self.num_devices, self._cluster(self.device))
             update_s = 32 * self.model.num_params / self.num_devices / self.device.memory_bytes_per_s
-        return matmul_s, attention_s, rest_s, moved_s, update_s
+        return matmul_s, pass_s, attention_s, rest_s, moved_s, update_s
 
     @property
     def _unfused_bytes(self) -> float:
@@ -195,8 +197,10 @@ class Row:
     def _cluster(self, device: DeviceSpec) -> ClusterSpec:
         return ClusterSpec(num_nodes=-(-self.num_devices // 8), devices_per_node=8, device=device)
 
-    def _micro_batch_s(self, matmul_share: float, attention_share: float) -> float:
-        device = replace(self.device, matmul_share=matmul_share, matmul_half_size=0.0, attention_share=attention_share)
+    def _micro_batch_s(self, matmul_share: float, attention_share: float, passes: float) -> float:
+        device = replace(
+            self.device, matmul_share=matmul_share, attention_share=attention_share, activation_passes=passes
+        )
         cost = AnalyticCost(model=self.model, cluster=self._cluster(device))
         return cost.time_s(self.lengths, self.scheme) * self.scheme.num_stages
 
@@ -206,8 +210,7 @@ class Columns:
     """What predictions need of many rows, one number a row."""
 
     parts: np.ndarray
-    """As ``Row.parts``, [5, rows]; of updates, what falls on one micro-batch."""
-    hidden_size: np.ndarray
+    """As ``Row.parts``, [6, rows]; of updates, what falls on one micro-batch."""
     device_tokens: np.ndarray
     tokens_per_s: np.ndarray
     """As measured."""
@@ -219,7 +222,6 @@ class Columns:
         """The columns of ``rows``."""
         return cls(
             parts=np.array([(*row.parts[:-1], row.parts[-1] / row.accumulation) for row in rows]).T,
-            hidden_size=np.array([row.model.hidden_size for row in rows]),
             device_tokens=np.array([row.device_tokens for row in rows]),
             tokens_per_s=np.array([row.tokens_per_s for row in rows]),
             attention_limit=np.array([OLD_SHARES[row.chip] if row.is_old else 1.0 for row in rows]),
@@ -227,10 +229,10 @@ class Columns:
 
     def predicted(self, constants: Constants) -> np.ndarray:
         """Tokens per second and device under ``constants``."""
-        matmul_s, attention_s, rest_s, moved_s, update_s = self.parts
-        share = constants.matmul_share * self.hidden_size / (self.hidden_size + constants.matmul_half_size)
+        matmul_s, pass_s, attention_s, rest_s, moved_s, update_s = self.parts
         attention = np.minimum(self.attention_limit, constants.attention_share)
-        computed_s = matmul_s / share + attention_s / attention + rest_s
+        computed_s = matmul_s / constants.matmul_share + constants.activation_passes * pass_s
+        computed_s += attention_s / attention + rest_s
         exposed_s = constants.exposed_share * np.minimum(computed_s, moved_s)
         return self.device_tokens / (np.maximum(computed_s, moved_s) + exposed_s + update_s)
 

@@ -53,9 +53,10 @@ def test_a_file_says_what_a_data_sheet_says(write):
 
 
 def test_a_file_may_say_which_shares_of_the_peak_rate_are_reached(write):
-    text = "matmul_share: 0.5\nmatmul_half_size: 1024\nattention_share: 0.25\n"
+    text = "matmul_share: 0.5\nactivation_passes: 4\nattention_share: 0.25\n"
     device = read_device(write(SMALLEST + text))
-    assert device.matmul_flops_per_s("bfloat16", hidden_size=1024) == pytest.approx(0.25 * 503.8e12)
+    assert device.matmul_flops_per_s("bfloat16") == pytest.approx(0.5 * 503.8e12)
+    assert device.activation_passes == 4
     assert device.attention_flops_per_s("bfloat16") == pytest.approx(0.25 * 503.8e12)
 
 
@@ -71,7 +72,7 @@ def test_a_preset_written_into_a_file_is_the_preset(write):
     text = "name: H100-80GB\nmemory_gib: 79.1\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
     host = "host_gbyte_per_s: 64\nhost_memory_gib: 230.4\nhost_memory_gbyte_per_s: 76.8\n"
     device = read_device(write(text + "network_gbit_per_s: 400\n" + host))
-    measured = ("matmul_share", "matmul_half_size", "attention_share", "overlap_slowdown", "speed_error")
+    measured = ("matmul_share", "attention_share", "overlap_slowdown", "speed_error")
     assert device == replace(DEVICES["H100-80GB"], **{name: getattr(device, name) for name in measured})
 
 

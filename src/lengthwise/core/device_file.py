@@ -37,7 +37,7 @@ _FIELDS = {
     "network_latency_us": _Field(sets="network_call_s", unit=1e-6, maximum=1e6, required=False),
     "devices_per_node": _Field(sets="devices_per_node", unit=1, maximum=1 << 16, required=False),
     "matmul_share": _Field(sets="matmul_share", unit=1, maximum=1, required=False),
-    "matmul_half_size": _Field(sets="matmul_half_size", unit=1, maximum=1e6, required=False),
+    "activation_passes": _Field(sets="activation_passes", unit=1, maximum=1000, required=False),
     "attention_share": _Field(sets="attention_share", unit=1, maximum=1, required=False),
     "overlap_slowdown": _Field(sets="overlap_slowdown", unit=1, maximum=1, required=False),
     "host_gbyte_per_s": _Field(sets="host_bytes_per_s", unit=GBYTE, maximum=1e9, required=False),

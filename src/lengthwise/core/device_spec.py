@@ -18,6 +18,9 @@ CPU_CALL_S = 3e-4
 """``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
 PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second and direction of sixteen lanes."""
+ACTIVATION_PASSES = 15.1
+"""``activation_passes`` of GPUs: reads and writes by norms, activations, rotary embeddings and sums with the residual,
+and what products wait for at their edges. Fitted to A100s and H100s together."""
 MOST_HOST_GIB = 1 << 20
 """Of a device; more is taken for a slip."""
 HOST_MEMORY_FREE = 0.1
@@ -54,10 +57,10 @@ class DeviceSpec:
     price_per_hour: float | None = None
     """Price of one device for an hour, in any currency; None: not known."""
     matmul_share: float = 0.7
-    """Share of the peak rate that products with weights reach in a layer of unlimited width, all that lies between
-    them included."""
-    matmul_half_size: float = 0.0
-    """Hidden size at which they reach half of that."""
+    """Share of the peak rate that products with weights reach."""
+    activation_passes: float = ACTIVATION_PASSES
+    """Times that what a layer keeps for its backward crosses the device's memory in a forward and a backward, which
+    products do not hide; 0: their share counts it."""
     attention_share: float = 0.55
     """Share of the peak rate that attention reaches, forward and backward."""
     overlap_slowdown: float = 1.0
@@ -144,10 +147,9 @@ class DeviceSpec:
             self, memory_bytes=num_bytes if self.name == "cpu" else min(num_bytes, physical_bytes), margin_bytes=0
         )
 
-    def matmul_flops_per_s(self, dtype: str, *, hidden_size: int) -> float:
-        """Rate of products with the weights of layers of ``hidden_size``."""
-        share = self.matmul_share * hidden_size / (hidden_size + self.matmul_half_size)
-        return share * self.peak_flops_per_s(dtype)
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """Rate of products with weights, without what lies between them."""
+        return self.matmul_share * self.peak_flops_per_s(dtype)
 
     def attention_flops_per_s(self, dtype: str) -> float:
         """Rate of attention."""
@@ -162,12 +164,9 @@ class DeviceSpec:
 # Fitted to public measurements (docs/concepts/costs.md, accuracy). An H200 is an H100 with other memory; of Blackwell
 # there are no public rows in bfloat16, so it has the H100's shares too. Others have the defaults.
 _A100: dict[str, Any] = {
-    "matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "overlap_slowdown": 0.9,
-    "speed_error": 0.14,
+    "matmul_share": 0.83, "attention_share": 0.62, "overlap_slowdown": 0.88, "speed_error": 0.11,
 }  # fmt: skip
-_H100: dict[str, Any] = {
-    "matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45, "overlap_slowdown": 0.44,
-}  # fmt: skip
+_H100: dict[str, Any] = {"matmul_share": 0.7, "attention_share": 0.45, "overlap_slowdown": 0.49}
 
 
 def _host(memory_gib: int, *, link: float, memory: float) -> dict[str, Any]:
@@ -205,7 +204,7 @@ DEVICES = {
         ),
         DeviceSpec(
             name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.14,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.09,
             **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         DeviceSpec(
@@ -265,6 +264,7 @@ DEVICES = {
         DeviceSpec(
             name="cpu", memory_bytes=8 * GIB, flops_per_s=90e9, memory_bytes_per_s=10e9,
             link_bytes_per_s=1.5e9, network_bytes_per_s=1e9, link_call_s=CPU_CALL_S, network_call_s=CPU_CALL_S,
+            activation_passes=0.0,
         ),
     )
 }  # fmt: skip

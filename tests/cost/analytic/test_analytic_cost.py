@@ -12,9 +12,10 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, spread
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.analytic.stage_time import LAUNCH_S
+from lengthwise.cost.analytic.stage_time import LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
+from lengthwise.cost.memory_model import kept_bytes_per_layer
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
 
 GIB = 2**30
@@ -28,7 +29,7 @@ COUNTED = [
 MODEL = model_preset("llama-7b")
 CLUSTER = cluster_preset("2x8xA800-80GB")
 COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
-MATMUL_FLOPS_PER_S = CLUSTER.device.matmul_flops_per_s("bfloat16", hidden_size=MODEL.hidden_size)
+MATMUL_FLOPS_PER_S = layer_flops_per_s(MODEL, CLUSTER.device, "bfloat16")
 ATTENTION_FLOPS_PER_S = CLUSTER.device.attention_flops_per_s("bfloat16")
 DENSE = dense_scheme(MODEL.num_layers)
 SCHEMES = [DENSE, *(scheme_of(MODEL, method, stages=2, recomputed=5) for method in PARALLEL)]
@@ -67,8 +68,14 @@ def test_a_pack_costs_its_sequences_and_one_overhead(scheme):
 def test_one_device_does_the_models_flops_at_the_stated_shares():
     lengths = np.array([1, 1000, 100_000])
     attention = 6.0 * MODEL.num_layers * MODEL.num_heads * MODEL.head_size * lengths.astype(float) ** 2
-    matmuls = MODEL.train_flops(lengths) - attention
-    expected = matmuls / MATMUL_FLOPS_PER_S + attention / ATTENTION_FLOPS_PER_S
+    device, head = CLUSTER.device, 6.0 * MODEL.hidden_size * MODEL.vocab_size * lengths
+    layers = MODEL.train_flops(lengths) - attention - head
+    moved_bytes = device.activation_passes * MODEL.num_layers * kept_bytes_per_layer(MODEL, 2) * lengths
+    expected = (layers + head) / (device.matmul_share * device.flops_per_s) + attention / ATTENTION_FLOPS_PER_S
+    expected += moved_bytes / device.memory_bytes_per_s
+    assert layers / MATMUL_FLOPS_PER_S == pytest.approx(
+        expected - (head / device.matmul_flops_per_s("bfloat16") + attention / ATTENTION_FLOPS_PER_S)
+    )
     assert COST.sequence_times_s(lengths, DENSE) == pytest.approx(expected)
     assert COST.comm_times_s(lengths, DENSE).tolist() == [0, 0, 0]
     assert COST.overhead_s(DENSE) == pytest.approx(LAUNCH_S * 32)
@@ -119,7 +126,7 @@ def test_gathering_weights_is_paid_per_micro_batch_and_not_per_token():
 def test_a_stage_is_priced_by_the_slowest_of_the_pipeline():
     lengths = np.array([10, 1000, 100_000])
     two = scheme_of(MODEL, Method.DENSE, degree=1, stages=2)
-    head_s = 6 * MODEL.hidden_size * MODEL.vocab_size * lengths / MATMUL_FLOPS_PER_S
+    head_s = 6 * MODEL.hidden_size * MODEL.vocab_size * lengths / CLUSTER.device.matmul_flops_per_s("bfloat16")
     handed_s = 2 * MODEL.hidden_size * 2 * lengths / hop_bytes_per_s(2, CLUSTER)
     half_s = (COST.sequence_times_s(lengths, DENSE) - head_s) / 2
     assert COST.sequence_times_s(lengths, two) == pytest.approx(half_s + head_s + handed_s)
@@ -242,7 +249,8 @@ def test_equal_schemes_cost_the_same_and_survive_pickling():
 
 def test_a_transformer_2d_costs_less_than_its_attention_over_everything_would():
     model = model_preset("transformer-2d-1.2b")
-    both = [AnalyticCost(model=replace(model, family=family), cluster=CLUSTER) for family in ("transformer-2d", "bert")]
+    families = ("transformer-2d", "transformer-1d")
+    both = [AnalyticCost(model=replace(model, family=family), cluster=CLUSTER) for family in families]
     scheme = dense_scheme(model.num_layers)
     lengths = np.array([100.0, 10_000.0])
     two_axes, whole = (cost.sequence_times_s(lengths, scheme) for cost in both)

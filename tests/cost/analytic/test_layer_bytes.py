@@ -12,7 +12,7 @@ from lengthwise.core.pipeline_config import Method, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.analytic.stage_time import TILE_LAUNCH_S
+from lengthwise.cost.analytic.stage_time import TILE_LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.links import host_copy_bytes_per_s
@@ -85,7 +85,7 @@ def test_copies_cost_what_is_beyond_the_passes_they_run_beneath():
 def test_tiles_compute_feed_forwards_twice_and_keep_their_input_alone():
     tokens, whole, tiled = np.array([65_536]), scheme_of(), scheme_of(tile_tokens=2048)
     again_s = 65_536 * LAYERS * 6 * MODEL.hidden_size * MODEL.ffn_size / 8
-    again_s /= CLUSTER.device.matmul_flops_per_s("bfloat16", hidden_size=MODEL.hidden_size)
+    again_s /= layer_flops_per_s(MODEL, CLUSTER.device, "bfloat16")
     added_s = (COST.sequence_times_s(tokens, tiled) - COST.sequence_times_s(tokens, whole))[0]
     assert added_s == pytest.approx(again_s + LAYERS * 65_536 / 8 / 2048 * TILE_LAUNCH_S)
     small, large = (scheme_of(recomputed=LAYERS, tile_tokens=size) for size in (1024, 16_384))

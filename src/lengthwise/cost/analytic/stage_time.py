@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.layer_bytes import LayerBytes, ffn_forward_flops, layer_bytes
@@ -19,7 +20,7 @@ from lengthwise.cost.links import (
     host_copy_bytes_per_s,
     ring_s,
 )
-from lengthwise.cost.memory_model import DTYPE_BYTES
+from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer
 
 LAUNCH_S = 2e-4
 """Seconds per layer and micro-batch that do not depend on its tokens: some forty kernel launches, a third forward."""
@@ -116,7 +117,7 @@ class _Sum:
     cluster: ClusterSpec
     degree: int
     flops_per_s: tuple[float, float]
-    """Rates of products with weights, and of attention."""
+    """Rates of a layer's products with what lies between them, and of attention."""
     square_s: float = 0.0
     matmul_s: float = 0.0
     comm_s: float = 0.0
@@ -180,6 +181,17 @@ class _Sum:
         )
 
 
+def layer_flops_per_s(model: ModelSpec, device: DeviceSpec, dtype: str) -> float:
+    """Rate of a layer's products with all that lies between them, which memory bounds.
+
+    Between the 6 W FLOPs of a token's forward and backward, what the layer keeps of it crosses the memory
+    ``activation_passes`` times. Both are shared by devices, and done again, in the same proportion.
+    """
+    matmul_s = 1.0 / device.matmul_flops_per_s(dtype)
+    moved_bytes = device.activation_passes * kept_bytes_per_layer(model, DTYPE_BYTES[dtype])
+    return 1.0 / (matmul_s + moved_bytes / device.memory_bytes_per_s / (6.0 * model.layer_matmul_params))
+
+
 def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster: ClusterSpec, dtype: str) -> StageTime:
     """Seconds of ``stage``: its layers, what it hands to its neighbours, and the head on the last one.
 
@@ -190,7 +202,7 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     layer saves is copied beneath its own forward and its own backward.
     """
     device = cluster.device
-    rates = (device.matmul_flops_per_s(dtype, hidden_size=model.hidden_size), device.attention_flops_per_s(dtype))
+    rates = (layer_flops_per_s(model, device, dtype), device.attention_flops_per_s(dtype))
     total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
     launch_s = CPU_LAUNCH_S if device.name == "cpu" else LAUNCH_S
     layers = Counter(layer_bytes(model, scheme, scheme.layers_of_stage(stage), dtype=dtype))
@@ -205,20 +217,20 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
             total.add_copies([(volume.forward, 1)], layer.saved, count=count)
             total.add_copies([(volume.forward, forwards - 1), (volume.backward, 1)], layer.saved, count=count)
             total.overhead_s += count * 2 * COPY_S * (1 if layer.is_recomputed else COPIED_TENSORS)
-    _add_ends(total, model, scheme=scheme, stage=stage, width=DTYPE_BYTES[dtype])
+    _add_ends(total, model, scheme=scheme, stage=stage, dtype=dtype)
     return total.stage_time()
 
 
-def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, width: int) -> None:
+def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, dtype: str) -> None:
     """Add the head, the vocabulary split over the stage where weights are sharded, and the neighbours.
 
     A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
     token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019).
     """
-    p, cluster = scheme.degree, total.cluster
+    p, cluster, width = scheme.degree, total.cluster, DTYPE_BYTES[dtype]
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
     if is_last:
-        total.matmul_s += 6.0 * model.hidden_size * model.vocab_size / p / total.flops_per_s[0]
+        total.matmul_s += 6.0 * model.hidden_size * model.vocab_size / p / cluster.device.matmul_flops_per_s(dtype)
     if scheme.weights is WeightPlacement.SHARDED and p > 1:
         sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
         total.comm_s += sent / collective_bytes_per_s(p, cluster)
