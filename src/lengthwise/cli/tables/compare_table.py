@@ -59,6 +59,12 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
             console.print(f"refused: {why}", soft_wrap=True)
     model = "costs fitted to measured micro-batches" if comparison.settings.get("profile") else "an analytic cost model"
     console.print(f"simulated on {model}, not measured; each gap is to one bound for all policies", soft_wrap=True)
+    if jitter := comparison.settings.get("jitter"):
+        console.print(
+            f"simulated with jitter {jitter:g}: times have its noise, and every policy its own; gaps are of the plans, "
+            "without it",
+            soft_wrap=True,
+        )
     console.print(dict(comparison.facts)["Costs"], soft_wrap=True)
     if unpriced := comparison.settings.get("not_priced"):
         console.print(f"not priced in {comparison.model}: {unpriced}", soft_wrap=True)
