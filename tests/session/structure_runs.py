@@ -100,8 +100,10 @@ def plan_of(kind, num_layers, num_ranks, recomputes, batch):
     )  # fmt: skip
 
 
-def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, **options):
+def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, keeps_averages=False, **options):
     """By kind of plan: the largest difference to a loop alone after its step, or what refused it.
+
+    ``keeps_averages``: whether averages of the weights, kept by the loop, are compared as well.
 
     Where ``prepare`` refuses the model, what it said alone. Models that are computed sequence by sequence have plans
     of ranks by themselves.
@@ -119,7 +121,7 @@ def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, **options)
     is_alone = run.world.size == 1 or run.wrapped_model.by_sequence is not None
     kinds = [kind for kind in kinds if kind == "alone" or not is_alone]
     with run.plain():
-        averages = Averages(model)
+        averages = Averages(model) if keeps_averages else None
     expected, done, found = train_alone(build(name, is_adapted), len(kinds)), 0, {}
     for kind in kinds:
         run.planner = partial(
@@ -135,9 +137,11 @@ def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, **options)
         loss = step.update().loss
         with run.plain():
             weights = expected[1][done]
-            errors = [float((x.detach() - weights[name]).abs().max()) for name, x in model.named_parameters()]
-            averages.update(model)
-            errors.append(averages.error([before, *expected[1][: done + 1]]))
+            found_now = {name: x.detach() for name, x in model.named_parameters() if x.numel()}
+            errors = [float((x - weights[name]).abs().max()) for name, x in found_now.items()]
+            if averages is not None:
+                averages.update(model)
+                errors.append(averages.error([before, *expected[1][: done + 1]]))
         found[kind] = max(*errors, abs(loss - expected[0][done]))
         done += 1
     run.close()
@@ -164,13 +168,14 @@ class Averages:
         for now in weights[1:]:
             expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in expected.items()}
         found = [dict(self.model.module.named_parameters()), self.by_hand]
+        expected = {name: x for name, x in expected.items() if x.numel()}
         return max(float((values[name] - x).detach().abs().max()) for values in found for name, x in expected.items())
 
 
 def many_outcomes(cases):
     """:func:`outcomes` of (name, weights) without the comparison before the run."""
     kinds = ("alone", "ulysses", "stages")
-    return [outcomes(name, weights=weights, kinds=kinds, check=False) for name, weights in cases]
+    return [outcomes(name, weights=weights, kinds=kinds, check=False, keeps_averages=True) for name, weights in cases]
 
 
 def profile_of(name):

@@ -8,7 +8,7 @@ import pytest
 import lengthwise as lw
 from lengthwise.core.errors import InputError
 from tests.runtime.harness import with_check
-from tests.session import layer_forms, odd_models, structures
+from tests.session import layer_forms, odd_models, odd_parameters, structures
 from tests.session.structure_runs import OPTIONS, build, many_outcomes, outcomes, plan_of, profile_of, rows
 
 EXACT = 1e-10
@@ -24,7 +24,8 @@ REFUSED = (
     r"of another layer, and weights|cannot be read or written here|cannot be recomputed; set recompute=none|"
     r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
     r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
-    r"without a tensor by which|must not depend on the data|expected m1 and m2 to have the same dtype"
+    r"without a tensor by which|must not depend on the data|"
+    r"changes its parameter|is complex, and|between dense and sparse|expected m1 and m2 to have the same dtype"
 )
 """Why a model is refused."""
 MENDED = {
@@ -37,6 +38,8 @@ MENDED = {
     ("odd_models.Called", "by-layer"): "",
     ("layer_forms.CheckpointsItself", "by-layer"): "",
     ("odd_models.Mixed", "whole"): "",
+    ("odd_parameters.Empty", "by-layer"): "",
+    ("odd_parameters.UsedInTwoLayers", "by-layer"): "",
     ("structures.EarlyExit", "whole"): r"layer 2 is not called; plan with one stage \(max_stages=1\)",
 }
 """Models and weights; what a plan in stages is refused with, if it is."""
@@ -75,7 +78,7 @@ def test_a_plan_that_recomputes_what_was_not_compared_so_is_refused():
 
 
 def all_names():
-    for module in (structures, layer_forms, odd_models):
+    for module in (structures, layer_forms, odd_models, odd_parameters):
         stem = module.__name__.rpartition(".")[2]
         for name, kind in vars(module).items():
             is_own = inspect.isclass(kind) and kind.__module__ == module.__name__

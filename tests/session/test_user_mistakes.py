@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import data
 
 import lengthwise as lw
@@ -204,6 +205,30 @@ def around_a_prepared_one():
     return outer
 
 
+def lazy():
+    model = models.gpt()
+    model.blocks[1].mlp[0] = nn.LazyLinear(48)
+    return model
+
+
+def with_bounded_rows():
+    model = models.gpt()
+    model.tokens.max_norm = 1.0
+    return model
+
+
+def clamping():
+    model = models.gpt()
+    model.blocks[0].mlp[0].register_forward_hook(lambda module, args, output: module.weight.data.clamp_(-0.1, 0.1) * 0)
+    return model
+
+
+def complex_numbers():
+    model = models.gpt()
+    model.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return model
+
+
 def vit():
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -243,6 +268,10 @@ MODELS = {
     "compiled": (lambda: torch.compile(models.gpt()), r"is compiled as a whole, .*: give model._orig_mod"),
     "compiled in place": (compiled_in_place, r"GPT is compiled, .*: leave compile\(\) out"),
     "on the meta device": (without_values, r"tokens.weight of GPT is on the meta device.*weights='by-layer'"),
+    "lazy": (lazy, r"blocks.1.mlp.0.weight of GPT has no shape yet, .*; call the model once"),
+    "with rows of a largest norm": (with_bounded_rows, r"changes its parameter tokens.weight \(Embedding, by emb"),
+    "that clamps its weights": (clamping, r"changes its parameter blocks.0.mlp.0.weight \(Linear, by clamp_\)"),
+    "with complex numbers": (complex_numbers, r"filter of GPT is complex, .*: hold it as torch.view_as_real"),
     "prepared before": (prepared, r"GPT cannot be prepared: it was prepared before .* run.close\(\)"),
     "around one prepared before": (around_a_prepared_one, r"its part inner was prepared before"),
     "for parallel devices": (lambda: nn.DataParallel(models.gpt()), r"DataParallel sums .*: give DataParallel.module"),
@@ -274,9 +303,17 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_cannot_be_prepared_is_refused_by_one_sentence(name):
     make, named = MODELS[name]
+    model = make()
+    before = _values(model)
     with pytest.raises(InputError, match=named) as refused:
-        lw.prepare(make(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
+        lw.prepare(model, GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
     assert "\n" not in str(refused.value)
+    assert all(torch.equal(before[key], value) for key, value in _values(model).items()), "its weights are as they were"
+
+
+def _values(model):
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return {key: value.detach().clone() for key, value in named if not (is_lazy(value) or value.is_meta)}
 
 
 def test_a_hook_that_sees_parts_of_gradients_is_refused_until_it_is_removed():

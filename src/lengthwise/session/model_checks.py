@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError, LengthwiseError
@@ -30,6 +31,12 @@ def check_model(model: Any, *, makes_inputs: bool = False, may_be_compiled: bool
         )
     _check_not_prepared(model)
     _check_not_wrapped(model, may_be_compiled=may_be_compiled)
+    lazy = next((key for key, value in _tensors(model) if is_lazy(value)), None)
+    if lazy is not None:
+        raise InputError(
+            f"{lazy} of {name} has no shape yet, as of a lazy module before its first call; call the model once with a "
+            "sequence, the same on every rank after torch.manual_seed, before lengthwise.prepare"
+        )
     meta = next((key for key, value in _tensors(model) if value.is_meta), None)
     if meta is not None:
         raise InputError(

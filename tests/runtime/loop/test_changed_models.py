@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from tests.runtime.loop.loops import CHANGES, make_run, model_of, plain_loop, train_with_changes, weights_of
 
 
@@ -194,3 +195,12 @@ def test_gradients_that_a_loop_changes_are_refused(change, number):
             step.update()
     run.close()
     assert torch.isfinite(weights_of(model)).all()
+
+
+def test_a_parameter_that_a_forward_froze_while_it_was_prepared_is_named():
+    model = nn.Linear(2, 2)
+    watched = WatchedParameters(model, trained=["weight", "bias"])
+    assert not watched.problem()
+    model.bias.requires_grad_(False)
+    assert "the parameter bias was frozen" in watched.problem()
+    assert "the parameter bias was frozen" in WatchedParameters(model, trained=["weight", "bias"]).problem()

@@ -30,7 +30,7 @@ class WatchedModel(PreparedModel):
         seed: int = 0,
     ) -> None:
         super().__init__(wrapped_model, world, collator=collator, state=state, seed=seed)
-        self.parameters = WatchedParameters(self.model)
+        self.parameters = WatchedParameters(self.model, state.named if isinstance(state, ShardedState) else None)
         self._last_failure = ""
         """Why the step comes again."""
         self.num_recompiles = 0

@@ -1,5 +1,7 @@
 """Detect parameters that were added, removed, frozen or unfrozen after the model was prepared; they would not train."""
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
@@ -10,11 +12,13 @@ _WAY_OUT = "change a model before lengthwise.prepare; or run.save(), run.close()
 class WatchedParameters:
     """A snapshot of a model's parameters, to detect later changes of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, trained: Iterable[str] | None = None) -> None:
+        """``trained``: the parameters that are trained; None: those of the moment that require a gradient."""
         self._model = model
         self._is_wrapped = bool(fsdp_modules(model))
         self._parameters = dict(model.named_parameters())
-        self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+        now = (name for name, parameter in self._parameters.items() if parameter.requires_grad)
+        self._trained = set(now if trained is None else trained)
 
     def problem(self) -> str:
         """Describe the first parameter that changed since the snapshot; an empty string if none did."""

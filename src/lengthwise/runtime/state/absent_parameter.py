@@ -20,7 +20,7 @@ _names: dict[int, str] = {}
 FORM_FUNCTIONS: frozenset[Any] = frozenset({
     torch.is_floating_point, torch.is_complex, torch.numel, Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement,
     Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__hash__, Tensor.__len__,
-    Tensor.is_contiguous, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook,
+    Tensor.is_contiguous, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_,
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu", "is_sparse",
         "is_nested", "grad", "grad_fn", "is_meta", "is_quantized", "nbytes", "itemsize", "_backward_hooks",
@@ -60,11 +60,12 @@ def make_absent(parameter: nn.Parameter, name: str, *, dtype: torch.dtype, devic
         parameter.__class__ = absent
 
 
-def make_present(parameter: nn.Parameter) -> None:
-    """Let a parameter be of its own class again, as its values come."""
+def make_present(parameter: nn.Parameter) -> nn.Parameter:
+    """Let a parameter be of its own class again, as its values come, and return it."""
     if isinstance(parameter, AbsentParameter):
         _names.pop(id(parameter), None)
         parameter.__class__ = type(parameter).__bases__[-1]
+    return parameter
 
 
 @cache

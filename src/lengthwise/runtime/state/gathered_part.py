@@ -58,8 +58,7 @@ class GatheredPart:
         self.pull = None
         assert self.weights is not None
         for slot in self.slots:
-            make_present(parameter := self.shares.named[slot.name])
-            parameter.data = self.view(self.weights, slot)
+            make_present(self.shares.named[slot.name]).data = self.view(self.weights, slot)
 
     def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
         """The place of a parameter in what is laid out as the part."""

@@ -260,7 +260,7 @@ class ShardedState(PulledWeights):
         if self.moves_gradients or self.shares.is_active:
             return None
         views = self._grad_views
-        return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
+        return next((name for name, p in self.named.items() if p.grad is not views.get(name) and p.numel()), None)
 
     @property
     def gradient_version(self) -> int:
@@ -342,9 +342,9 @@ class ShardedState(PulledWeights):
         self.holdings = None
         self._grad_views, self._weight_views = {}, {}
         for name, parameter in self.named.items():
-            make_present(parameter)
-            parameter.grad = None
-            parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
+            make_present(parameter).grad = None
+            shape = self.table.slots[name].shape
+            parameter.data = parameter.data.new_empty(0 if all(shape) else shape[0], *shape[1:])
 
     def _attach(self, name: str, interval: Interval, shape: tuple[int, ...], *, keeps_gradient: bool) -> None:
         """Make a parameter a view of ``weights``; its whole gradient lands in ``gradients``, or nowhere."""

@@ -14,6 +14,7 @@ from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synt
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
+from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 
 
@@ -26,7 +27,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
     with noise_free(run), _rows_named(run):
-        with synthetic(run, LENGTHS):
+        with synthetic(run, LENGTHS), RefuseParameterWrites(run.model):
             if labels is not None:
                 run.wrapped_model.labels = labels
             elif run.wrapped_model.uses_labels:
@@ -48,7 +49,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
 
 
 def _forward(run: PreparedModel, sequence: int) -> None:
-    with run.gathered():
+    with run.gathered(), RefuseParameterWrites(run.model):
         summed_loss(run, (sequence,))
 
 

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers, and the random states of torch, NumPy and Python, whatever happens within."""
     is_model = isinstance(model, nn.Module)  # whatever else was given is refused inside
-    buffers = {name: buffer.detach().clone() for name, buffer in (model.named_buffers() if is_model else ())}
+    named = [(name, buffer) for name, buffer in (model.named_buffers() if is_model else ()) if not is_lazy(buffer)]
+    buffers = {name: buffer.detach().clone() for name, buffer in named}
     python, numpy, on_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:

@@ -59,6 +59,12 @@ class ModelStructure:
         Raises:
             InputError: they are not of one dtype, or there are none.
         """
+        complex_name = next((name for name, value in self.parameters.items() if value.is_complex()), None)
+        if complex_name is not None:
+            raise InputError(
+                f"{complex_name} of {type(self.model).__name__} is complex, and gradients and the optimizer's state "
+                "are real numbers: hold it as torch.view_as_real(values); the forward takes torch.view_as_complex of it"
+            )
         names = {parameter.dtype: name for name, parameter in self.parameters.items()}
         if len(names) != 1:
             listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
