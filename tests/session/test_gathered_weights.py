@@ -135,12 +135,24 @@ def check_uses():
     }
     with run.plain(), torch.no_grad():
         model.head.weight.clamp_(-0.1, 0.1)
+    step = next(run.steps())
+    with run.plain():
+        average = AveragedModel(model)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for micro_batch in step:
+        step.backward(model(**micro_batch.inputs)[1])
+    with pytest.raises(InputError, match=r"within a step: .* call it after step.update\(\)"), run.plain():
+        average.update_parameters(model)
+    step.update()
+    with run.plain():
+        assert not torch.equal(before["head.weight"], model.head.weight)
+        model.load_state_dict(before)
     micro_batches = iter(next(run.steps()))
     micro_batch = next(micro_batches)
     loss = model(**micro_batch.inputs)[1]
     with pytest.raises(InputError, match=r"called twice in a micro-batch.*weights='whole'"):
         model(**micro_batch.inputs)
-    with pytest.raises(InputError, match="within a micro-batch"), run.plain():
+    with pytest.raises(InputError, match="within a step"), run.plain():
         pass
     del loss
     run.close()

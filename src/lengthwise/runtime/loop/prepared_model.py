@@ -197,7 +197,7 @@ class PreparedModel:
         except Exception as raised:
             error = raised
             self.gather.abandon_rounds()
-        self.gather.wait()
+        self.gather.start(())
         self._raise_together(error)
 
     @contextmanager
@@ -295,10 +295,10 @@ class PreparedModel:
             if isinstance(self.state, ShardedState):
                 self.state.finish_pull()
             if self.gather is not None and not self.wrapped_model.is_plain:
-                if self.gather.is_in_round or self.gather.holds_shards:
+                if self.gather.is_begun:
                     raise InputError(
-                        "run.plain() within a micro-batch, or within a step in pipeline stages: weights are gathered "
-                        "layer by layer; call it between two steps, or use weights='whole' in prepare(...)"
+                        "run.plain() within a step: weights are gathered layer by layer, and other ranks compute with "
+                        "them; call it after step.update(), or use weights='whole' in prepare(...)"
                     )
                 stack.enter_context(self.gather.whole())
             for wrapped_model in self.frozen_models:
@@ -330,7 +330,7 @@ class PreparedModel:
         """Discard gradients that belong to no step, and what was gathered for it."""
         self.world.offload.release()
         self.state.discard_gradient()
-        if self.gather is not None and self.gather.holds_shards:
+        if self.gather is not None:
             self.update_weights()
 
     def close(self) -> None:

@@ -65,6 +65,24 @@ class GatheredPart:
         start = slot.start - self.shares.table.bounds[self.unit]
         return flat[start : start + prod(slot.shape)].view(slot.shape)
 
+    def zeros(self, dtype: torch.dtype) -> Tensor:
+        """Zeros that are laid out as the part."""
+        assert self.route is not None
+        return torch.zeros(self.route.region.stop, dtype=dtype, device=self.shares.world.device)
+
+    def joined(self, gradients: list[Tensor | None], dtype: torch.dtype) -> Tensor:
+        """The gradients of the part end to end, from those of its parameters, which are freed one by one."""
+        assert self.route is not None
+        only = gradients[0] if len(gradients) == 1 else None
+        if only is not None and only.numel() == self.route.region.stop and only.is_contiguous():
+            return only.view(-1)
+        flat = self.zeros(dtype)
+        for slot in self.slots:
+            gradient = gradients.pop(0)
+            if gradient is not None:
+                self.view(flat, slot).copy_(gradient)
+        return flat
+
 
 def parts_of(shares: ShardedWeights) -> list[GatheredPart]:
     """The parts of all units that have any of these weights."""

@@ -55,6 +55,8 @@ class LayerGather:
         self._moment = 0
         self._rounds: Rounds = ()
         self._next_round = 0
+        self._started: tuple[Rounds, int, Sequence[WeightShard | None] | None] = ((), 0, None)
+        """The arguments of the last :meth:`start`."""
         self._is_active = self._is_abandoned = False
         self.holds_shards = False
         """Whether ranks have what :meth:`start` was given to gather for a whole step, different on each."""
@@ -67,6 +69,7 @@ class LayerGather:
         ``shards``: what each rank gathers for the whole step, in which there are no rounds then.
         """
         self.wait()
+        self._started = (rounds, num_kept, shards)
         state, num_layers, self.holds_shards = self._state, self._num_units - 2, shards is not None
         if shards is None:
             last = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers)
@@ -186,7 +189,8 @@ class LayerGather:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within, between two steps, every rank has all weights; what was changed of them, equally on all, is kept."""
+        """Within, outside of steps that were begun, every rank has all weights; what is changed equally is kept."""
+        rounds, num_kept, shards = self._started
         self._state.materialize_all()
         self._gather(self._parts_of, is_trained=False)
         try:
@@ -198,7 +202,7 @@ class LayerGather:
                     shares.adopt()
                     for part in parts:
                         part.weights = None  # freed when nobody refers to it any more
-            self.start(())
+            self.start(rounds, num_kept=num_kept, shards=shards)
 
     def restore(self) -> None:
         """Leave every rank all weights, where they were, in their own storage; one unit is on the device at a time."""
@@ -210,6 +214,11 @@ class LayerGather:
                     parameter.data = parameter.data.to(self.home, copy=True)
                 part.weights = None
         self._state.release_params()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a step is computed: one of its rounds was begun, or ranks hold what they need for all of it."""
+        return self.holds_shards or (self._next_round > 0 and bool(self._rounds))
 
     @property
     def is_in_round(self) -> bool:
@@ -332,7 +341,7 @@ class LayerGather:
                 self._collect_gradients(part)  # else autograd leaves them with the parameters
 
     def _collect_gradients(self, part: GatheredPart) -> None:
-        part.gradients = self._zeros(part)
+        part.gradients = part.zeros(self.pushed.dtype)
         for slot in part.slots:
             self._state.collect_gradient(slot.name, part.view(part.gradients, slot))
 
@@ -346,23 +355,10 @@ class LayerGather:
         self._release(unit)  # before gradients are copied
         for part, gradients in zip(sent, computed):
             left = of_parameters.pop(0)
-            gradients = self._joined(part, left) if gradients is None else gradients
+            gradients = part.joined(left, self.pushed.dtype) if gradients is None else gradients
             assert part.route is not None
             self._under_way.append((part.route.push(gradients, self.pushed, self._state.sums), gradients))
         self._wait_for_all_but(1 if is_sent or not self._is_active else 0)  # gathers of a forward queue behind all
-
-    def _joined(self, part: GatheredPart, gradients: list[Tensor | None]) -> Tensor:
-        """The gradients of a part end to end, from those of its parameters, which are freed one by one."""
-        assert part.route is not None
-        only = gradients[0] if len(gradients) == 1 else None
-        if only is not None and only.numel() == part.route.region.stop and only.is_contiguous():
-            return only.view(-1)
-        flat = self._zeros(part)
-        for slot in part.slots:
-            gradient = gradients.pop(0)
-            if gradient is not None:
-                part.view(flat, slot).copy_(gradient)
-        return flat
 
     def _release(self, unit: int) -> None:
         """Free the buffers of a unit, and leave its parameters their shapes alone."""
@@ -392,8 +388,3 @@ class LayerGather:
                 self._state.collect_gradient(slot.name, None)
             dtype, device = self._dtype or part.shares.compute_dtype, self._state.world.device
             make_absent(part.shares.named[slot.name], slot.name, dtype=dtype, device=device, shape=slot.shape)
-
-    def _zeros(self, part: GatheredPart) -> Tensor:
-        assert part.route is not None
-        size, dtype = part.route.region.stop, self.pushed.dtype
-        return torch.zeros(size, dtype=dtype, device=self._state.world.device)
