@@ -99,10 +99,13 @@ def say(words: str) -> None:
 @contextmanager
 def progress_bar(words: str, *, shown: bool) -> Iterator[Callable[[float], None]]:
     """A bar on standard error; yields a function that takes the share which is done."""
+    if not shown:  # and rich, which is some megabytes, is not loaded
+        yield lambda done: None
+        return
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True, markup=False)
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(words, total=1.0)
         yield lambda done: bar.update(task, completed=done)
