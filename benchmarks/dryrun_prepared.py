@@ -1,7 +1,8 @@
 """Dry runs of prepared models of transformers: bytes predicted and counted, by family, weights, degree and stages.
 
-python benchmarks/dryrun_prepared.py                                # every row of dryrun.md, about half an hour
-python benchmarks/dryrun_prepared.py --families qwen3,llama-8b      # of some, added to results/dryrun_prepared.jsonl
+python benchmarks/dryrun_prepared.py                                # all cases of all models
+python benchmarks/dryrun_prepared.py --families "qwen3;llama-8b" --degree 1
+                                                                    # some, added to results/dryrun_prepared.jsonl
 python benchmarks/dryrun_prepared.py --families ""                  # the table of what is there
 """
 
@@ -21,6 +22,7 @@ from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
+from lengthwise.cost.analytic.stage_memory import LOGITS_AT_ONCE
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import run_process
 from lengthwise.session.prepared_dry_run import PreparedDryRun, schemes_of
@@ -145,7 +147,8 @@ def rows_of(family: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             for row in rows:
                 row = trial.beside_prediction(plan, cost, row, num_kept=0)
                 numbers = {name: row[name] for name in ("rank", "peak_bytes", "peak_total_bytes", "peak_at", "time_s")}
-                numbers["has_logits"] = row["largest_allocation"][0] >= case.num_tokens * trial.stock.vocab_size
+                num_logits = case.num_tokens * trial.stock.vocab_size
+                numbers["has_logits"] = row["largest_allocation"][0] >= num_logits > 2 * LOGITS_AT_ONCE
                 state = sum(row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer"))
                 numbers |= {"family": family, **asdict(case), "stage": row["rank"] // case.degree, "state_bytes": state}
                 predicted = row["predicted"]
@@ -182,10 +185,17 @@ def latest(path: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=";".join(FAMILIES), help="separated by semicolons")
+    filters = {"weights": str, "degree": int, "stages": int, "num_tokens": int, "rung": str}
+    for name, kind in filters.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of the cases that are run; default: all")
     parser.add_argument("--rows", type=Path, default=RESULTS, help="where rows are added")
     asked = parser.parse_args()
     for family in filter(None, asked.families.split(";")):
-        rows = list(rows_of(family, list(cases_of(family))))
+        wanted = {name: getattr(asked, name) for name in filters if getattr(asked, name) is not None}
+        cases = [
+            case for case in cases_of(family) if all(getattr(case, name) == value for name, value in wanted.items())
+        ]
+        rows = list(rows_of(family, cases))
         with asked.rows.open("a") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
     print(table(latest(asked.rows)))

@@ -73,3 +73,10 @@ def test_an_encoder_with_a_decoder_is_run_sequence_by_sequence(cli, index, tmp_p
     assert "sequence by sequence" in caplog.text + err
     code, _, err = cli(*asked[:-1], "plan.degree=2")
     assert code == 2 and "plan.degree=2: T5ForConditionalGeneration is computed sequence by sequence" in err
+
+
+@pytest.mark.deep
+def test_a_model_of_images_is_refused(cli, index, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
+    code, _, err = cli("dryrun", index, *GIVEN, f"model.hf={tmp_path}")
+    assert code == 2 and "ViTForImageClassification takes pixel_values, which a corpus of tokens does not have" in err

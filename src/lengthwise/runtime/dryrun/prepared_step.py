@@ -48,9 +48,19 @@ class StockSettings:
 
 
 def import_model(settings: StockSettings) -> Any:
-    """Import and return the class of a model."""
+    """Import and return the class of a model.
+
+    Raises:
+        InputError: what it computes are no tokens, but images or sounds.
+    """
     import_module("transformers.initialization")
-    return getattr(import_module("transformers"), settings.architecture)
+    model_class = getattr(import_module("transformers"), settings.architecture)
+    if (name := getattr(model_class, "main_input_name", "input_ids")) != "input_ids":
+        raise InputError(
+            f"{settings.architecture} takes {name}, which a corpus of tokens does not have; dry runs are of models "
+            "that take input_ids, and lengthwise.prepare(inputs=...) trains others"
+        )
+    return model_class
 
 
 def dry_prepared_step(
