@@ -56,6 +56,8 @@ class Packs:
     """How the ranks share sequences; None: by Ulysses."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; none: one stage."""
+    shards_gradients: bool = False
+    """Whether the ranks of a stage keep shares of gradients, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,10 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
         ]  # fmt: skip
         method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
-        scheme = replace(scheme, stage_layers=group.stage_layers or scheme.stage_layers)
+        shards_gradients = group.shards_gradients and degree > 1
+        scheme = replace(
+            scheme, stage_layers=group.stage_layers or scheme.stage_layers, shard_gradients=shards_gradients
+        )
         pipelines.append(
             Pipeline(ranks=group.ranks, phase=group.phase, scheme=scheme, micro_batches=tuple(planned))
         )  # fmt: skip

@@ -49,8 +49,11 @@ def random_stages(rng, num_ranks, num_layers, most_stages):
     return tuple(b - a for a, b in pairwise((0, *cuts, num_layers))) if stages > 1 else ()
 
 
-def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, most_stages=9):
-    """Phases of disjoint pipelines of any shape with any number of packs each, of every sequence once."""
+def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, most_stages=9, shards=False):
+    """Phases of disjoint pipelines of any shape with any number of packs each, of every sequence once.
+
+    ``shards``: some pipelines shard gradients, where there is one phase.
+    """
     ids = rng.sample(range(num_sequences), num_sequences)
     packs = []
     while ids:
@@ -70,6 +73,7 @@ def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, mo
         Packs(
             ranks=ranks, packs=tuple(own), phase=phase, recompute=tuple(rng.choices([True, False], k=num_layers)),
             method=rng.choice(METHODS), stage_layers=random_stages(rng, len(ranks), num_layers, most_stages),
+            shards_gradients=shards and not groups[-1][0] and random.Random(str(ranks)).random() < 0.7,
         )
         for phase, ranks, own in groups
     )  # fmt: skip
@@ -82,7 +86,7 @@ def gradients_of_random_plans(name, seeds, expected, by_layer):
         run = prepared(case, (), world, num_steps=len(seeds), by_layer=by_layer)
         run.lr, number = lambda step: 0.0, run.wrapped_model.structure.num_layers
         run.planner = lambda batch: plan_of(
-            batch, random_groups(random.Random(seeds[batch.step]), world.size, number), number
+            batch, random_groups(random.Random(seeds[batch.step]), world.size, number, shards=not by_layer), number
         )
         run.keep_layers = lambda plan: seeds[plan.step] % (number + 1)
         own = torch.cat([

@@ -10,7 +10,7 @@ from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, UsualScripts
-from lengthwise.runtime.loop.staged_pipeline import stage_of
+from lengthwise.runtime.loop.shared_gradients import stage_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
@@ -103,11 +103,6 @@ def check_executable(
             raise InputError(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
-            )
-        if scheme.shard_gradients:
-            raise InputError(
-                f"{where}: pipelines[{number}] shards gradients over the ranks of a stage, which this library's own "
-                "models alone do; plan with shard_gradients=false, or use weights='by-layer' in prepare(...)"
             )
         if not can_recompute and any(pipeline.scheme_of(m).num_recomputed for m in pipeline.micro_batches):
             raise InputError(

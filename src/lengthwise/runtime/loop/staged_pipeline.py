@@ -17,14 +17,16 @@ from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.loop import shared_gradients
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
+from lengthwise.runtime.loop.shared_gradients import stage_of
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
-from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS
+from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS, gradient_keys
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard, active
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.stage_pass import StagedForward
-from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_forward
+from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
 
 class StagedPipeline:
@@ -122,8 +124,7 @@ class StagedPipeline:
                 if not is_out_of_memory(error):
                     raise
                 shard.note_out_of_memory(error)
-        if shard.has_failed:  # and not before: the error holds on to what was computed
-            finish_backward(shard)
+        shared_gradients.end_backward(self._run.wrapped_model.layers.overlap, shard)
         if not stage.is_first:
             gradient = None if stage.input is None or shard.has_failed else stage.input.grad
             self._send(self._gradients, self._flat(shard, self._layers.start - 1, gradient), self._stage - 1, index)
@@ -185,7 +186,7 @@ class StagedPipeline:
 
 def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:
     """Within, the backward of a micro-batch runs, which begins at ``position`` of the forward."""
-    return nullcontext() if overlap is None else overlap.backward(shard.unreached, position)
+    return nullcontext() if overlap is None else overlap.backward(shard.watched, position)
 
 
 def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:
@@ -196,13 +197,9 @@ def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:
         torch.autograd.backward(stage.output, gradient.view(stage.output.shape).to(stage.output.dtype))
 
 
-def stage_of(pipeline: Pipeline, rank: int) -> int:
-    """The stage that a rank computes in a pipeline."""
-    return next(stage for stage in range(pipeline.scheme.num_stages) if rank in pipeline.ranks_of(stage))
-
-
 def group_keys(pipeline: Pipeline) -> list[Key]:
     """The groups of a pipeline: of each stage, and of the messages between stages."""
     ranks = tuple(sorted(pipeline.ranks))
     stages: list[Key] = [(pipeline.ranks_of(stage), "") for stage in range(pipeline.scheme.num_stages)]
-    return [*stages, (ranks, OUTPUTS), (ranks, GRADIENTS)] if len(stages) > 1 else stages
+    messages: list[Key] = [(ranks, OUTPUTS), (ranks, GRADIENTS)] if len(stages) > 1 else []
+    return [*stages, *messages, *gradient_keys(pipeline)]

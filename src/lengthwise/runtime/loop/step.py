@@ -1,7 +1,6 @@
 """One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
@@ -13,6 +12,7 @@ from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.loop import shared_gradients
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
@@ -30,7 +30,6 @@ from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
 
 class Step:
@@ -48,6 +47,7 @@ class Step:
         self.measured: list[MicroBatchTiming] = []
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
+        shared_gradients.lay_out(run, plan)
         self._own = micro_batches_of(plan, run.world.rank, run.collator)
         self._rounds = [] if run.gather is None else own_rounds(plan, run.world.rank)
         """The round of each micro-batch, where weights are gathered layer by layer."""
@@ -193,15 +193,15 @@ class Step:
                 if not is_out_of_memory(error):
                     raise
                 shard.note_out_of_memory(error)
-        if shard.has_failed:  # and not before: the error holds on to what was computed
+        if shard.has_failed:
             self.failure = self.failure or self._own[position][:2]
             if run.gather is not None:
                 run.gather.abandon_round()
-            finish_backward(shard)
         else:
             if run.gather is not None:
                 run.gather.finish_round()
             run.seen_scripts = tuple(forward.script for forward in shard.passes)
+        shared_gradients.end_backward(run.overlap, shard)
         shard.is_finished = True
         shard.passes.clear()
         self._current, self._gradient_version = None, run.gradient_version
@@ -339,7 +339,7 @@ class Step:
                     self._staged[number].finish(self._shard, first=position)
                 continue
             shard = self._shard(position)
-            finish_micro_batch(shard, scripts_of(self.run, shard))
+            shared_gradients.leave_micro_batch(self.run.overlap, shard, scripts_of(self.run, shard))
         self.run.push_rest()
 
     def _close_loop(self) -> None:
@@ -393,7 +393,8 @@ class Step:
         if position not in self._shards:
             number, index, pipeline, planned = self._own[position]
             self._shards[position] = shard = make_shard(self.run, self.number, pipeline, planned)
-            shard.unreached = Counter() if position == self._order_of_backwards()[-1] else None
+            is_last = position == self._order_of_backwards()[-1]
+            shard.watched = shared_gradients.watched_backward(self.run, pipeline, is_last=is_last)
             if number in self._staged:
                 self._staged[number].attach(shard, index)
         return self._shards[position]

@@ -11,7 +11,7 @@ reduce-scattered: of all others its share, one of p equal ones, to which every m
 The ranks of a stage come to the same units in the same order, so nobody waits for another stage or pipeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,8 @@ class GradientShares:
         self._groups: list[Group] = []
         """Those that reduced gradients in this step, in order."""
         self._next = -1
+        self._reduced: Collection[int] = ()
+        """Units that the ranks reduce in this backward."""
 
     @property
     def is_active(self) -> bool:
@@ -91,21 +93,26 @@ class GradientShares:
         place, shape = self._units[unit].places[name]
         self._whole[unit][place].view(shape).add_(gradient)
 
-    def begin(self, group: Group) -> None:
-        """Begin a backward, whose gradients the ranks of ``group`` reduce."""
-        if self.is_active:
-            self._group, self._next = group, self._num_units - 1
-            if group not in self._groups:
-                self._groups.append(group)
+    def begin(self, group: Group, units: Collection[int] | None = None) -> None:
+        """Begin a backward, whose gradients the ranks of ``group`` reduce; ``units``: that it has any of, None: all.
 
-    def is_reduced(self, unit: int) -> bool:
-        """Whether the ranks have begun to reduce ``unit`` in this backward, or none runs."""
-        return self.is_active and unit > self._next
+        One that has begun goes on.
+        """
+        if not self.is_active or self._group is not None:
+            return
+        self._group, self._next = group, self._num_units - 1
+        self._reduced = self._units.keys() if units is None else self._units.keys() & units
+        if group not in self._groups:
+            self._groups.append(group)
+
+    def is_too_late(self, unit: int) -> bool:
+        """Whether the gradients of ``unit`` that come now are not reduced in this backward, or none runs."""
+        return self.is_active and (self._group is None or unit > self._next or unit not in self._reduced)
 
     def reduce_from(self, unit: int) -> None:
         """Begin to reduce ``unit`` and all after it, to which this rank adds no more in this backward."""
         while self._group is not None and self._next >= unit:
-            if self._next in self._units:
+            if self._next in self._reduced:
                 self._reduce(self._next, self._taken(self._next))
                 while len(self._under_way) > 1:
                     self._under_way.pop(0)[1].wait()
@@ -127,7 +134,7 @@ class GradientShares:
         self._whole.clear()
         if self._group is None:
             return
-        left = [unit for unit in range(self._next, -1, -1) if unit in self._units]
+        left = [unit for unit in range(self._next, -1, -1) if unit in self._reduced]
         zeros = self._gradients.new_zeros(max((self._units[unit].share for unit in left), default=0) * self._num_shares)
         for unit in left:
             self._reduce(unit, zeros[: self._units[unit].share * self._num_shares])

@@ -348,9 +348,9 @@ class ShardedState(PulledWeights):
 
     def _attach(self, name: str, interval: Interval, shape: tuple[int, ...], *, keeps_gradient: bool) -> None:
         """Make a parameter a view of ``weights``; its whole gradient lands in ``gradients``, or nowhere."""
-        parameter = self.named[name]
-        parameter.data = self.weights[self.routes.place(interval)].view(shape)
-        self._weight_views[name] = parameter.data
+        if name not in self._weight_views:
+            self._weight_views[name] = self.weights[self.routes.place(interval)].view(shape)
+            self.named[name].data = self._weight_views[name]
         view = self.gradients[self.push_routes.place(interval)].view(shape) if keeps_gradient else None
         self.collect_gradient(name, view)
 

@@ -5,7 +5,6 @@ one at a time in a process. *Slots* are what a pack is made of along the axis th
 a video. T slots of the pack, t of this rank.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.ring_attention import Ring
 from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
+from lengthwise.runtime.state.update_overlap import WatchedBackward
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
@@ -131,9 +131,8 @@ class PackShard:
     """What every draw of a single uniform number gives, on every rank."""
     preserves_rng: bool = False
     """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
-    unreached: Counter[int] | None = None
-    """Of the micro-batch whose backward is this rank's last in the step: outputs of each position of the forward whose
-    gradients are not there yet; None: it is another."""
+    watched: WatchedBackward | None = None
+    """Of the micro-batch whose backward is this rank's last in the step, or whose gradients are reduced to shares."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
     failed_on_host: bool = False

@@ -204,7 +204,7 @@ class HookedLayers:
     def _watch_backward(self, position: int, outputs: Any) -> None:
         """Gather what a position uses, or push what is final, when gradients of its outputs are there."""
         if self.overlap is not None and shards.is_active():
-            self.overlap.watch(shards.current().unreached, position, outputs)
+            self.overlap.watch(shards.current().watched, position, outputs)
         gather = self.gather
         if gather is None or not gather.is_in_round:
             return
