@@ -140,7 +140,7 @@ def chip_sections(rows: Sequence[Row], fitted: Constants, left_out: np.ndarray) 
         title=f"{chip}: {len(rows)} rows",
         text="Share of the peak of products; how often activations cross the memory, on all chips; share of attention; "
         "the share of moved weights that computation does not hide; errors over all rows. Least worst: fitted to these "
-        "rows for the worst alone, which no constants of this law beat. All rows of other systems are fitted to. "
+        "rows for the worst alone, as a search found it. All rows of other systems are fitted to. "
         "Training runs are all rows but those of the section after next, whose kinds were decided after errors had "
         "been seen.",
         head=("constants", "products", "passes", "attention", "exposed", "median", "9 of 10", "worst"),
