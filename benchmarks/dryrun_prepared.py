@@ -61,8 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
 }  # fmt: skip
-LARGE = {"llama-8b": 8, "llama-70b": 16}
-"""Ranks of the large models; small ones have 8."""
+LARGE = {"llama-8b": (8, 8192), "llama-70b": (16, 12288)}
+"""Ranks of the large models, and tokens of each; not the hidden size, or the head's gradient passed for logits."""
 MICRO_BATCHES, SEQUENCES = 2, 4
 RESULTS = Path(__file__).parent / "results" / "dryrun_prepared.jsonl"
 SHARES = {"": (False, False), "recompute": (True, False), "offload": (False, True), "both": (True, True)}
@@ -107,7 +107,7 @@ def cases_of(family: str) -> Iterator[Case]:
     plain = ("", "recompute")
     if family in LARGE:
         for degree, rung in product((1, 8), plain):
-            yield Case(weights="by-layer", degree=degree, num_tokens=8192, rung=rung)
+            yield Case(weights="by-layer", degree=degree, num_tokens=LARGE[family][1], rung=rung)
         return
     for degree, weights, rung in product((1, 2, 8), both, plain):
         yield Case(weights=weights, degree=degree, num_tokens=4096, rung=rung)
@@ -121,7 +121,7 @@ def cases_of(family: str) -> Iterator[Case]:
 
 def rows_of(family: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     """Counted and predicted peaks of the first rank of each stage, from one process for all ``cases``."""
-    document, num_ranks = FAMILIES[family], LARGE.get(family, 8)
+    document, num_ranks = FAMILIES[family], LARGE.get(family, (8, 0))[0]
     num_layers = document.get("num_hidden_layers", LAYERS)
     plans = [case.plan(num_layers, num_ranks) for case in cases]
     with TemporaryDirectory() as folder:
