@@ -10,6 +10,7 @@ from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
@@ -96,6 +97,19 @@ def test_tiles_make_no_plan_of_three_equal_sequences_slower():
         for space in spaces
     )
     assert more_s <= fewer_s * SAME
+
+
+def test_tiles_displace_no_level_of_recompute_that_is_faster_at_some_lengths():
+    lengths = np.array([9483, 8399, 1541, 8641, 13899, 4239])
+    spaces = EVERYTHING, replace(EVERYTHING, tile_tokens=0)
+    tiled, plain = (
+        problem_of("llama-3-8b", "4x1xA800-80GB", space, longest=16_384, samples=[lengths]) for space in spaces
+    )
+    assert time_s(tiled, lengths) <= time_s(plain, lengths) * SAME
+    for family, members in plain.families.items():
+        if members[0].num_stages > 1:
+            names = {candidate.scheme.name for candidate in undominated(tiled.families[family])}
+            assert names.issuperset(k.scheme.name for k in undominated(members) if k.scheme.is_plain), family
 
 
 @pytest.mark.deep

@@ -26,11 +26,12 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     placed_strategy,
 )
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
+from lengthwise.plan.heterogeneous.planned_moves import improved
 from lengthwise.plan.heterogeneous.propose import Proposal, Proposer
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, drafts_of_step
-from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
+from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates, StrategyPlan
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
@@ -51,7 +52,9 @@ SEARCH_S, SEQUENCE_S, DEVICE_S = 0.06, 2e-4, 1e-4
 """About so many seconds a search for a step alone takes: for a pool, and for each sequence and device."""
 SEARCH_SHARE, WAITED_SHARE = 1.0, 0.1
 """The share that searching may take of the seconds that the bound leaves to gain, and where training waits for it."""
-VERY_FEW_DEVICES, FEW_DEVICES = 32, 128
+PLANS_A_PART = 6
+"""About so many strategies are planned in the time in which a part of the search space is searched."""
+VERY_FEW_DEVICES, FEW_DEVICES = 64, 128
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, and of the main ones."""
 WAITED_STRATEGIES = 2
 """How many strategies of the corpus are planned at most where training waits, the most promising first."""
@@ -100,16 +103,17 @@ class AutoPolicy:
         error = error_of(priced.problem.cost)
         margin = 1 + (error.of_ratios if error else 0.0)
         enough_s, is_waited_for = bound_s * (1 + ENOUGH), priced.problem.is_waited_for
-        drafts = _drafted(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
+        planned = _planned(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
+        drafts = _drafts_of(planned)
         if num_parts := _num_parts(priced, _least_s(drafts) - bound_s):
-            drafts += self._search(priced, num_parts, limit_s=_least_s(drafts))
+            drafts += _drafts_of(self._search(priced, num_parts, planned))
         if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
         if len(priced.lengths) <= FEW_SEQUENCES and _least_s(drafts) > bound_s * (1 + ENOUGH):
             drafts += drafts_of_step(priced, self.candidates, self.runs, limit_s=_least_s(drafts))
         if margin > 1:
-            drafts += _drafted(self.homogeneous, priced)
+            drafts += _drafts_of(_planned(self.homogeneous, priced))
         if priced.problem.lattice is not None or isinstance(priced.problem.cost, OverlappedCost):
             # the searches above see neither what fills packs up nor how much of an update passes can hide
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
@@ -137,13 +141,13 @@ class AutoPolicy:
         near_s = _least_s(drafts) * NEARLY
         return [self.runs.improve(priced, *draft) if draft[1] <= near_s else draft for draft in drafts]
 
-    def _search(self, priced: PricedBatch, num_parts: int, *, limit_s: float) -> list[tuple[DraftPlan, float]]:
-        """The fastest plan of strategies that are proposed for this step alone, and its seconds, if there is one.
+    def _search(self, priced: PricedBatch, num_parts: int, planned: StrategyPlan | None) -> StrategyPlan | None:
+        """The fastest of strategies that are proposed for this step alone, and of those that moves from them lead to.
 
-        They are proposed of the search space and of its parts, of ``num_parts`` at most; not of those that are bounded
-        by ``limit_s``, the seconds of the fastest plan so far.
+        They are proposed of the search space and of its parts, of ``num_parts`` at most; not of those where a bound
+        says that all are slower than ``planned``, the fastest so far.
         """
-        lengths = priced.lengths
+        lengths, limit_s = priced.lengths, planned.time_s if planned else np.inf
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
         proposer, strategies = Proposer(problem, limit_s=limit_s), dict[StrategyCounts, PlacedStrategy]()
         for proposed in proposals_of_parts(proposer, problem, holding(self.parts, problem.max_length)):
@@ -152,7 +156,13 @@ class AutoPolicy:
                     strategies[proposal.counts] = placed_strategy(priced.problem, proposal.counts)
             if proposer.num_searches >= num_parts:
                 break
-        return _drafted(StrategyCandidates(list(strategies.values())), priced)
+        of_step = StrategyCandidates(list(strategies.values()))
+        anew = _planned(of_step, priced)
+        fastest = min(filter(None, (planned, anew)), key=lambda plan: plan.time_s, default=None)
+        if fastest is None:
+            return None
+        every = (*self.strategy_candidates.strategies, *of_step.strategies)
+        return improved(priced, fastest, every, most_plans=PLANS_A_PART * num_parts)
 
 
 def proposals_of_parts(
@@ -218,19 +228,22 @@ def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) ->
     return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
 
 
-def _drafted(
+def _planned(
     candidates: StrategyCandidates, priced: PricedBatch, *, enough_s: float | None = None
-) -> list[tuple[DraftPlan, float]]:
-    """The fastest plan of candidate strategies and its seconds; empty where none holds every sequence.
+) -> StrategyPlan | None:
+    """The fastest of candidate strategies, planned; None where none holds every sequence.
 
     With ``enough_s``, of the most promising few, the first that takes at most so long.
     """
     bounds_s = candidates.bounds_s(priced)
     if enough_s is None:
-        phase, phase_s = candidates.best(priced, bounds_s)
-    else:
-        phase, phase_s = candidates.best(priced, bounds_s, enough_s=enough_s, most_planned=WAITED_STRATEGIES)
-    return [] if phase is None else [(DraftPlan(phases=(phase,)), phase_s)]
+        return candidates.best(priced, bounds_s)
+    return candidates.best(priced, bounds_s, enough_s=enough_s, most_planned=WAITED_STRATEGIES)
+
+
+def _drafts_of(planned: StrategyPlan | None) -> list[tuple[DraftPlan, float]]:
+    """The draft plan of a strategy and its seconds, if there is one."""
+    return [] if planned is None else [(DraftPlan(phases=(planned.phase,)), planned.time_s)]
 
 
 def _least_s(drafts: Sequence[tuple[DraftPlan, float]]) -> float:

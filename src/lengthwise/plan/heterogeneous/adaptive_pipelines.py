@@ -133,12 +133,28 @@ def families_of(problem: PlanningProblem, candidates: Sequence[Candidate]) -> li
 
 def _families_of(problem: PlanningProblem, members: Sequence[Candidate]) -> list[CandidateFamily]:
     """The pivot of candidates that stand in for one another, chosen by the samples, and those that are leaner."""
-    lengths, ladder = problem.once("lengths to compare by", lambda: _compared_lengths(problem)), fastest_first(members)
-    pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
-    is_mixed = ladder[0].num_stages == 1
+    lengths = problem.once("lengths to compare by", lambda: _compared_lengths(problem))
+    is_mixed = members[0].num_stages == 1
+    rungs = fastest_first(members) if is_mixed else undominated(members)
+    pivot = min(range(len(rungs)), key=lambda level: _corpus_time_s(rungs, level, lengths))
     return [
         CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
-        for run_as in ([ladder[pivot:]] if is_mixed else [[ladder[pivot]], [ladder[-1]]])
+        for run_as in ([rungs[pivot:]] if is_mixed else [[rungs[pivot]], [rungs[-1]]])
+    ]
+
+
+def families_by_pivot(members: Sequence[Candidate], *, most: int | None = None) -> list[CandidateFamily]:
+    """The families of candidates that stand in for one another by their pivots, ``most`` at even distances, or all.
+
+    A leaner pivot recomputes more and holds larger packs, which pays where an overhead weighs more than recompute.
+    Pipelines of several stages run all packs as one candidate.
+    """
+    is_mixed = members[0].num_stages == 1
+    rungs = fastest_first(members) if is_mixed else undominated(members)
+    most = most or len(rungs)
+    return [
+        CandidateFamily(pivot=rungs[start], leaner=tuple(rungs[start + 1 :]) if is_mixed else ())
+        for start in sorted({len(rungs) * number // most for number in range(most)})
     ]
 
 
@@ -150,12 +166,12 @@ def _compared_lengths(problem: PlanningProblem) -> np.ndarray:
 
 
 def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Kinds each of which holds more tokens than all faster ones; the others are never of use.
+    """Candidates each of which holds more tokens than all faster ones, for pipelines that may use all of them.
 
-    "Faster" must hold for every length, so that a sequence never takes less time than a shorter one.
+    "Faster" must hold for every length, so that a sequence never takes less time than a shorter one. So what is faster
+    than a leaner one at some lengths alone is not among them.
     """
-    grid = np.unique(np.geomspace(1, max(candidate.max_tokens for candidate in candidates), 32).astype(np.int64))
-    alone = {candidate: candidate.times_s(grid) + candidate.overhead_s for candidate in candidates}
+    alone = _alone_s(candidates)
     ladder: list[Candidate] = []
     for candidate in sorted(
         candidates, key=lambda candidate: -candidate.max_tokens
@@ -167,6 +183,25 @@ def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
         elif candidate.max_tokens == ladder[-1].max_tokens and (alone[candidate] <= alone[ladder[-1]]).all():
             ladder[-1] = candidate
     return ladder[::-1]
+
+
+def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates than which none that holds as many tokens is faster at every length; those that hold most come last.
+
+    They are what a pipeline is worth that runs all its packs as one of them.
+    """
+    alone = _alone_s(candidates)
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda candidate: (-candidate.max_tokens, alone[candidate].sum())):
+        if not any((alone[leaner] <= alone[candidate]).all() for leaner in kept):
+            kept.append(candidate)
+    return kept[::-1]
+
+
+def _alone_s(candidates: Sequence[Candidate]) -> dict[Candidate, np.ndarray]:
+    """Seconds of single sequences of up to the most tokens that any of the candidates holds, under each."""
+    grid = np.unique(np.geomspace(1, max(candidate.max_tokens for candidate in candidates), 32).astype(np.int64))
+    return {candidate: candidate.times_s(grid) + candidate.overhead_s for candidate in candidates}
 
 
 def _corpus_time_s(ladder: Sequence[Candidate], level: int, lengths: np.ndarray) -> float:

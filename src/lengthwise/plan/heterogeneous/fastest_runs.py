@@ -7,7 +7,7 @@ from math import inf
 
 from lengthwise.core.one_f_one_b import least_stages
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
-from lengthwise.plan.heterogeneous.adaptive_pipelines import fastest_first
+from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
 from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, pack_times_s, pipeline_time_s, time_s
 from lengthwise.plan.space.problem import PricedBatch
@@ -56,10 +56,7 @@ class FastestRuns:
         """A pipeline of several stages, which runs all its packs as one candidate."""
         family = pipeline.candidate.family
         if family not in self._alone:
-            by_methods: dict[object, list[Candidate]] = {}
-            for candidate in self._families[family]:
-                by_methods.setdefault(candidate.scheme.methods, []).append(candidate)
-            self._alone[family] = [k for members in by_methods.values() for k in fastest_first(members)]
+            self._alone[family] = undominated(self._families[family])
         longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
         fitting = [candidate for candidate in self._alone[family] if candidate.max_tokens >= longest]
         if pipeline.runs or not fitting:

@@ -56,9 +56,9 @@ class HydraulisPolicy:
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The step's fastest candidate."""
-        phase, _ = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
-        assert phase is not None, "an unlimited search finds a plan"
-        return (phase,)
+        planned = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
+        assert planned is not None, "an unlimited search finds a plan"
+        return (planned.phase,)
 
     def floor_s(self, priced: PricedBatch) -> float:
         """The bound of all candidates' candidates."""

@@ -20,8 +20,8 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     ProposedCandidate,
     StrategyCounts,
     candidate_families,
+    families_by_pivot,
     families_of,
-    fastest_first,
     placed_strategy,
     tile_of,
 )
@@ -135,9 +135,9 @@ class SmallStepPolicy:
         strategies = StrategyCandidates(
             [placed_strategy(self.problem, counts) for counts in strategies_of_step(step, families)]
         )
-        phase, _ = strategies.best(priced, strategies.bounds_s(priced))
-        if phase is not None:
-            yield DraftPlan(phases=(phase,))
+        planned = strategies.best(priced, strategies.bounds_s(priced))
+        if planned is not None:
+            yield DraftPlan(phases=(planned.phase,))
         if self.switches:
             splits = SplitSearch(front_strategies(step, [families]), strategies, self.policy.bound)
             split, _ = splits.best(priced, best_s)
@@ -159,9 +159,14 @@ def drafts_of_step(
     step = replace(priced.problem, samples=(priced.lengths,), max_length=int(priced.lengths.max()))
     strategies: dict[StrategyCounts, PlacedStrategy] = {}
     promising: dict[PlacedStrategy, float] = {}
-    for part in holding(parts_of(candidates), step.max_length):
-        families = families_of(step, part)
-        counts = [*few_strategies(step, rungs(families, part)), *few_strategies(step, families, least_used=1)]
+    parts = holding(parts_of(candidates), step.max_length)
+    families = [families_of(step, part) for part in parts]
+    counts_by_part = [equal_pipelines(step, rungs(families[0], parts[0], most=None))]
+    counts_by_part += [
+        [*few_strategies(step, rungs(of_part, part)), *few_strategies(step, of_part, least_used=1)]
+        for of_part, part in zip(families, parts)
+    ]
+    for counts in counts_by_part:
         for of in counts:
             if of not in strategies:
                 strategies[of] = placed_strategy(priced.problem, of)
@@ -179,23 +184,21 @@ def drafts_of_step(
     return drafts
 
 
-def rungs(families: Sequence[CandidateFamily], candidates: Sequence[Candidate]) -> list[CandidateFamily]:
-    """These families, and those of all candidates with some of their other members as pivots.
-
-    A leaner pivot recomputes more and holds larger packs, which pays where an overhead weighs more than recompute.
-    Pipelines of several stages run all packs as one candidate.
-    """
+def rungs(
+    families: Sequence[CandidateFamily], candidates: Sequence[Candidate], *, most: int | None = MOST_RUNGS
+) -> list[CandidateFamily]:
+    """These families, and those of all candidates with other members as pivots, ``most`` of each or all."""
     by_family: dict[object, list[Candidate]] = {}
     for candidate in candidates:
         by_family.setdefault(candidate.family, []).append(candidate)
-    by_members = {(family.pivot, *family.leaner): family for family in families}
-    for members in by_family.values():
-        ladder = fastest_first(members)
-        for start in sorted({len(ladder) * number // MOST_RUNGS for number in range(MOST_RUNGS)}):
-            leaner = ladder[start + 1 :] if ladder[start].num_stages == 1 else []
-            family = CandidateFamily(pivot=ladder[start], leaner=tuple(leaner))
-            by_members.setdefault((family.pivot, *family.leaner), family)
-    return list(by_members.values())
+    pivoted = (family for members in by_family.values() for family in families_by_pivot(members, most=most))
+    return list({(family.pivot, *family.leaner): family for family in (*pivoted, *families)}.values())
+
+
+def equal_pipelines(problem: PlanningProblem, families: Sequence[CandidateFamily]) -> list[StrategyCounts]:
+    """The strategies of one family alone that occupy all devices."""
+    shares = ((family, problem.num_devices // family.num_devices) for family in families)
+    return [((family, count),) for family, count in shares if count * family.num_devices == problem.num_devices]
 
 
 def strategies_of_step(problem: PlanningProblem, candidates: Sequence[ProposedCandidate]) -> list[StrategyCounts]:

@@ -1,6 +1,7 @@
 """Candidate strategies for a step: bounded first, then planned in the order of their bounds while one can win."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,6 +12,24 @@ from lengthwise.plan.space.problem import PricedBatch
 MANY = 1 << 30
 CLEARLY = 1.03
 """Plans end at most about this factor above their bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """A strategy with its pipelines and the seconds of a step, its update included."""
+
+    strategy: PlacedStrategy
+    phase: Phase
+    time_s: float
+
+
+def planned_below(strategy: PlacedStrategy, priced: PricedBatch, limit_s: float) -> StrategyPlan | None:
+    """The step planned under a strategy, if it takes less than ``limit_s``; not planned where a bound denies that."""
+    if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
+        return None
+    phase, passes_s = strategy.planned(priced)
+    time_s = passes_s + strategy.update_s
+    return StrategyPlan(strategy=strategy, phase=phase, time_s=time_s) if time_s < limit_s else None
 
 
 class StrategyCandidates:
@@ -35,8 +54,8 @@ class StrategyCandidates:
 
     def best(
         self, priced: PricedBatch, bounds_s: Sequence[float], *, enough_s: float = 0.0, most_planned: int = MANY
-    ) -> tuple[Phase | None, float]:
-        """The fastest strategy's pipelines and seconds; None and inf where none holds every sequence.
+    ) -> StrategyPlan | None:
+        """The fastest strategy, planned; None where none holds every sequence.
 
         Args:
             priced: the batch.
@@ -44,7 +63,7 @@ class StrategyCandidates:
             enough_s: seconds at which no faster one is looked for.
             most_planned: how many strategies are planned at most.
         """
-        best: Phase | None = None
+        best: StrategyPlan | None = None
         limit_s, num_planned = np.inf, 0
         for number in np.argsort(bounds_s, kind="stable").tolist():
             if bounds_s[number] >= limit_s * (1 - SLACK) or limit_s <= enough_s or num_planned >= most_planned:
@@ -52,8 +71,7 @@ class StrategyCandidates:
             strategy = self.strategies[number]
             if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
                 continue
-            phase, time_s = strategy.planned(priced)
             num_planned += 1
-            if time_s + strategy.update_s < limit_s:
-                best, limit_s = phase, time_s + strategy.update_s
-        return best, limit_s
+            if (planned := planned_below(strategy, priced, limit_s)) is not None:
+                best, limit_s = planned, planned.time_s
+        return best

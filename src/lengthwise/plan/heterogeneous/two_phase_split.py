@@ -75,10 +75,10 @@ class SplitSearch:
         long, short = np.sort(order[: split.cut]), np.sort(order[split.cut :])
         first, _ = split.front.assign(priced.part(long))
         rest = priced.part(short)
-        second, _ = self.rest.best(rest, self.rest.bounds_s(rest))
+        second = self.rest.best(rest, self.rest.bounds_s(rest))
         if second is None:
             return None
-        return DraftPlan(phases=(_renumber(first, long), _renumber(second, short)))
+        return DraftPlan(phases=(_renumber(first, long), _renumber(second.phase, short)))
 
 
 def _renumber(phase: Phase, positions: np.ndarray) -> Phase:

@@ -20,8 +20,8 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     """The candidates, then the parts of them, each once.
 
     Without offload and tiles; without sharded gradients; without each of the methods; of each lower degree and number
-    of stages at most; without tiles or without offload, and of those without both the ones that recompute no layer, or
-    all; then of fewer methods.
+    of stages at most; without tiles or without offload; those that recompute no layer, or all, and of these the ones
+    without offload and tiles; then of fewer methods.
     """
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
@@ -31,6 +31,8 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
         *(_of_stages(count) for count in stages),
         lambda scheme: not scheme.tile_tokens,
         lambda scheme: not scheme.offload,
+        lambda scheme: not any(scheme.recompute),
+        lambda scheme: all(scheme.recompute),
         lambda scheme: scheme.is_plain and not any(scheme.recompute),
         lambda scheme: scheme.is_plain and all(scheme.recompute),
         *map(_without, _fewer(shared)),
