@@ -111,9 +111,7 @@ def reason(row: Row, rows: Sequence[Row], error: float) -> str:
     """Why a row is likely to be off."""
     if why := why_not_scored(row, rows):
         return why
-    if error > 0:
-        return "a micro-batch that just fits in memory, or a framework slower than its peers"
-    return "faster than its peers"
+    return "a framework slower than its peers" if error > 0 else "faster than its peers"
 
 
 def summary(values: np.ndarray) -> tuple[str, str, str]:
@@ -168,9 +166,10 @@ def chip_sections(rows: Sequence[Row], fitted: Constants, left_out: np.ndarray) 
     ]
     apart = Section(
         title=f"{chip}, no training runs or disturbed ones",
-        text="Rows that no law of training could fit: fits of parts, and runs that the same table has at least a tenth "
-        "faster on as many devices or more, none of them better, in micro-batches of no more tokens. They are fitted "
-        "to; errors are with their system left out.",
+        text="Rows that no law of training could fit: fits of parts; runs that the same table has at least a tenth "
+        "faster on as many devices or more, none of them better, in micro-batches of no more tokens; and one sequence "
+        "of more tokens than the same table gives a micro-batch of this model on these devices at any shorter length, "
+        "though of half its length two would be as many. They are fitted to; errors are with their system left out.",
         head=("why", "system", "rows", "median", "9 of 10", "worst"),
         rows=[
             (*group, int(chosen.sum()), *summary(left_out[chosen]))

@@ -159,6 +159,20 @@ class Row:
             and sum(other.lengths) <= sum(self.lengths)
         )
 
+    def is_forced(self, rows: Sequence["Row"]) -> bool:
+        """Whether one sequence is more tokens than the same table gives a micro-batch of this model on these devices
+        at any shorter length, where it could: of half its length, it takes one and not two.
+        """
+        shorter = {
+            other.lengths[0]: sum(other.lengths)
+            for other in rows
+            if (self.system, self.model, self.scheme, self.device, self.num_devices)
+            == (other.system, other.model, other.scheme, other.device, other.num_devices)
+            and other.lengths[0] < self.lengths[0]
+        }
+        half = self.lengths[0] // 2
+        return len(self.lengths) == 1 and shorter.get(half) == half and max(shorter.values()) < self.lengths[0]
+
     @property
     def device_tokens(self) -> float:
         """Tokens of a micro-batch, per device."""
@@ -252,6 +266,8 @@ def why_not_scored(row: Row, rows: Sequence[Row]) -> str:
     """Why no law could predict the row beside its own table, or what it measures is no training; empty: neither."""
     if row.system == "hydraulis":
         return "a fit of profiled micro-batches, no training run: without updates, data and other ranks to wait for"
+    if row.is_forced(rows):
+        return "one sequence is more than its own table gives a micro-batch where it could: memory is all but full"
     faster = max(other.tokens_per_s for other in rows if row.should_be_as_fast_as(other)) / row.tokens_per_s - 1
     if faster > CONTRADICTED:
         return f"its own table has it {100 * faster:.0f} % faster with as many devices or more, none better"

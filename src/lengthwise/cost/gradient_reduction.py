@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lengthwise.core.parameter_shapes import stage_unit_sizes, unit_size
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import call_s, collective_bytes_per_s
+from lengthwise.cost.links import collective_bytes_per_s, ring_call_s
 from lengthwise.cost.memory_model import gradient_bytes
 
 
@@ -56,6 +56,6 @@ def reduction_time(
     number_s = gradient_bytes(dtype, is_narrow=narrow_gradients) * (p - 1) / p / rate
     whole_s = last_s = 0.0
     for stage in range(scheme.num_stages):
-        seconds = [size * number_s + call_s(p, cluster) for size in stage_unit_sizes(model, scheme, stage)]
+        seconds = [size * number_s + ring_call_s(p, cluster) for size in stage_unit_sizes(model, scheme, stage)]
         whole_s, last_s = max(whole_s, sum(seconds)), max(last_s, sum(seconds[:2]))
     return ReductionTime(whole_s=whole_s, last_s=last_s, slowdown=cluster.device.overlap_slowdown)

@@ -14,7 +14,13 @@ from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.stage_time import LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
-from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
+from lengthwise.cost.links import (
+    LINK_EFFICIENCY,
+    collective_bytes_per_s,
+    exchange_bytes_per_s,
+    hop_bytes_per_s,
+    ring_call_s,
+)
 from lengthwise.cost.memory_model import kept_bytes_per_layer
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
 
@@ -215,6 +221,24 @@ def test_groups_beyond_a_node_talk_through_its_ports():
     ring, exchange, hop = (rate(16, cluster) / LINK_EFFICIENCY for rate in rates)
     assert (ring, hop) == (8 * 50e9, 50e9)
     assert exchange == pytest.approx(50e9 * 15 / 8)  # 8 of 15 peers are on the other node
+
+
+def test_a_collective_that_passes_every_rank_starts_later_with_every_node():
+    cluster = cluster_preset("8x8xH100-80GB")
+    assert [ring_call_s(degree, cluster) for degree in (2, 8, 16, 64)] == pytest.approx([3e-5, 3e-5, 6e-5, 24e-5])
+    measured = replace(cluster, device=replace(cluster.device, network_call_s=1e-3))
+    assert ring_call_s(64, measured) == 1e-3 and ring_call_s(8, cluster_preset("8x1xH100-80GB")) == 3e-5
+    model, slower = replace(MODEL, num_heads=64, num_kv_heads=64), replace(cluster, devices_per_node=64)
+    seconds = {
+        method: [
+            AnalyticCost(model=model, cluster=which).overhead_s(scheme_of(model, method, degree=64))
+            for which in (cluster, slower)
+        ]
+        for method in (Method.MEGATRON_TS, Method.RING)
+    }
+    apart_s, together_s = seconds[Method.MEGATRON_TS]
+    assert apart_s - together_s == pytest.approx((10 * MODEL.num_layers + 2) * 7 * 3e-5)  # and of the head
+    assert seconds[Method.RING][0] == seconds[Method.RING][1]  # a hop passes one rank
 
 
 def test_nodes_of_one_device_talk_through_their_ports_alone():

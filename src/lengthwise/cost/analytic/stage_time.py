@@ -14,10 +14,12 @@ from lengthwise.cost.analytic.layer_bytes import LayerBytes, ffn_forward_flops, 
 from lengthwise.cost.analytic.volume import LayerPass
 from lengthwise.cost.links import (
     call_s,
+    calls_s,
     collective_bytes_per_s,
     collectives_s,
     hop_bytes_per_s,
     host_copy_bytes_per_s,
+    ring_call_s,
     ring_s,
 )
 from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer
@@ -141,7 +143,9 @@ class _Sum:
         self.overhead_s += count * sum(
             sent_s(volume.weights, degree=self.degree, cluster=self.cluster) for sent_s in (ring_s, collectives_s)
         )
-        self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.degree, self.cluster)
+        self.overhead_s += count * sum(
+            calls_s(sent, degree=self.degree, cluster=self.cluster) for sent in (volume.tokens, volume.weights)
+        )
 
     def add_copies(self, volumes: Sequence[tuple[LayerPass, int]], num_bytes: float, *, count: int) -> None:
         """Add the copies of ``count`` layers of ``num_bytes`` per token, beneath ``volumes`` and how often each."""
@@ -165,7 +169,7 @@ class _Sum:
             self.matmul_s += count * ffn_forward_flops(model) / self.degree / self.flops_per_s[0]
         tile_s = TILE_LAUNCH_S
         if layer.method is Method.MEGATRON_TS and self.degree > 1:
-            tile_s += 5 * call_s(self.degree, self.cluster)
+            tile_s += 5 * ring_call_s(self.degree, self.cluster)
         self.matmul_s += count * tile_s / (tile_tokens * self.degree)
 
     def stage_time(self) -> StageTime:
@@ -234,7 +238,7 @@ def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: i
     if scheme.weights is WeightPlacement.SHARDED and p > 1:
         sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
         total.comm_s += sent / collective_bytes_per_s(p, cluster)
-        total.overhead_s += 2 * (is_first + is_last) * call_s(p, cluster)
+        total.overhead_s += 2 * is_first * call_s(p, cluster) + 2 * is_last * ring_call_s(p, cluster)
     per_token_s, per_call_s = sent_s(model, scheme, cluster=cluster, width=width)
     total.comm_s += per_token_s
     total.overhead_s += per_call_s

@@ -113,6 +113,10 @@ class _Case:
         """``count`` calls, or none on one device."""
         return count if self.degree > 1 else 0
 
+    def ring_calls(self, count: int) -> dict[str, int]:
+        """``count`` calls of :class:`Sent` that pass every rank."""
+        return {"calls": self.calls(count), "ring_calls": self.calls(count)}
+
 
 @lru_cache(maxsize=4096)
 def layer_volume(model: ModelSpec, method: Method, *, degree: int, dtype: str) -> LayerVolume:
@@ -274,12 +278,12 @@ def _megatron_ts(case: _Case) -> LayerVolume:
         forward=LayerPass(
             matmul_flops=2.0 * weights,
             attention_flops=square,
-            tokens=Sent(all_gather=2 * gathered, reduce_scatter=2 * gathered, calls=case.calls(4)),
+            tokens=Sent(all_gather=2 * gathered, reduce_scatter=2 * gathered, **case.ring_calls(4)),
         ),
         backward=LayerPass(
             matmul_flops=4.0 * weights,
             attention_flops=2 * square,
-            tokens=Sent(all_gather=4 * gathered, reduce_scatter=2 * gathered, calls=case.calls(6)),
+            tokens=Sent(all_gather=4 * gathered, reduce_scatter=2 * gathered, **case.ring_calls(6)),
         ),
         kept_bytes=kept_bytes + 4 * heads.num_heads + (4 * model.hidden_size * width + norm_bytes(model)) / p,
         input_bytes=model.hidden_size * width / p,
@@ -303,8 +307,10 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
         volume = form(case)
         return replace(
             volume,
-            forward=replace(volume.forward, weights=Sent(all_gather=once, calls=case.calls(2))),
-            backward=replace(volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, calls=case.calls(4))),
+            forward=replace(volume.forward, weights=Sent(all_gather=once, **case.ring_calls(2))),
+            backward=replace(
+                volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, **case.ring_calls(4))
+            ),
             buffer_bytes=case.calls(1) * (larger * (1 + 1 / case.ffn_copies) + smaller) * case.width,
             reduce_bytes=case.calls(1) * (larger * (case.width + case.master) + smaller * case.width),
         )
@@ -351,7 +357,12 @@ def _metp(case: _Case) -> LayerVolume:
         forward=replace(
             local.forward,
             tokens=replace(forward, calls=shards * forward.calls),
-            weights=Sent(broadcast=attention * width, ring=case.others * ffn * width, calls=case.calls(shards + p - 1)),
+            weights=Sent(
+                broadcast=attention * width,
+                ring=case.others * ffn * width,
+                calls=case.calls(shards + p - 1),
+                ring_calls=case.calls(shards),
+            ),
         ),
         backward=replace(
             local.backward,
@@ -362,6 +373,7 @@ def _metp(case: _Case) -> LayerVolume:
                 reduce=attention * master,
                 ring=case.others * ffn * width + case.calls(1) * ffn * master,
                 calls=case.calls(2 * shards + p),
+                ring_calls=case.calls(2 * shards),
             ),
         ),
         kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + norm_bytes(model)) / p,

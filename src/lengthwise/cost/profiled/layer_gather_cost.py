@@ -7,7 +7,7 @@ from enum import StrEnum
 from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.cost.links import Sent, call_s, collectives_s
+from lengthwise.cost.links import Sent, collectives_s, ring_call_s
 from lengthwise.cost.memory_model import DTYPE_BYTES
 
 
@@ -122,7 +122,7 @@ class LayerGatherCost:
         gathered = compute * params + sum(self.unit_frozen_bytes)
         sent = Sent(all_gather=2 * gathered * others, reduce_scatter=master * params * others)
         num_calls = 3 * len(self.unit_params) + 2 * sum(map(bool, self.unit_frozen_bytes))
-        return collectives_s(sent, degree=ranks, cluster=cluster) + num_calls * call_s(ranks, cluster)
+        return collectives_s(sent, degree=ranks, cluster=cluster) + num_calls * ring_call_s(ranks, cluster)
 
     def num_kept_in(self, memory_bytes: float, plan: StepPlan) -> int:
         """How many of the last layers fit whole beside the micro-batches of a plan."""
