@@ -46,6 +46,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral, window of 4,096": {
         "architectures": ["MistralForCausalLM"], "model_type": "mistral", **SIZES, "sliding_window": 4096,
     },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **SIZES, "head_dim": 128,
+        "sliding_window": 4096,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES, "head_dim": 128,
+        "sliding_window": 4096, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "qwen2, windows in two of four layers": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES, "use_sliding_window": True,
+        "sliding_window": 4096, "max_window_layers": 2,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **SIZES, "intermediate_size": 2816,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+    },
+    "qwen2-moe": {
+        "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", **SIZES, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 2816,
+    },
+    "bloom": {
+        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": WIDTH, "n_layer": LAYERS,
+        "n_head": 16, "vocab_size": 32000, "hidden_dropout": 0.0, "attention_dropout": 0.0, **TOKEN_IDS,
+    },
+    "deberta": {
+        "architectures": ["DebertaV2ForMaskedLM"], "model_type": "deberta-v2", **SIZES, **TOKEN_IDS,
+        "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+        "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 16,
         "vocab_size": 32000, "n_positions": POSITIONS, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,

@@ -21,7 +21,7 @@ SIZES = {
 MODELS = {
     "llama": {"architectures": ["LlamaForCausalLM"], **SIZES},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 16, "tie_word_embeddings": True},
-    "mistral": {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None},
+    "mistral": {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": 512},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 16384,
         "n_positions": 8192, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,

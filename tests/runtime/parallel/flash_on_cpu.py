@@ -1,7 +1,7 @@
 """CPU kernels in place of CUDA's flash attention over packs, so that the code that calls them computes numbers here.
 
 They take and give what ``aten::_flash_attention_forward`` and its backward do in their variable-length form: offsets of
-queries and keys, log-sum-exps [heads, queries], causal masks aligned at the last query and the last key.
+queries and keys, log-sum-exps [heads, queries], causal masks and windows aligned at the last query and the last key.
 """
 
 from contextlib import contextmanager
@@ -36,18 +36,20 @@ def _blocks(offsets_q, offsets_k, longest_q, longest_k):
         yield slice(q0, q1), slice(k0, k1)
 
 
-def _causal(is_causal, options):
-    return is_causal or options.get("window_size_right") == 0
+def _window(is_causal, options):
+    """How many keys before and after its own place a query sees, -1: all."""
+    before, after = (options.get(f"window_size_{side}") for side in ("left", "right"))
+    return -1 if before is None else before, 0 if is_causal else -1 if after is None else after
 
 
-def _weights(q, k, causal):
-    """Logits and their mask of one block, [N, L, S], every key/value head repeated for its queries."""
+def _weights(q, k, window):
+    """Masked logits of one block, [N, L, S], every key/value head repeated for its queries."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     logits = torch.einsum("lnh,snh->nls", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        visible = torch.ones(logits.shape[-2:], dtype=torch.bool).tril(logits.shape[-1] - logits.shape[-2])
-        logits = logits.masked_fill(~visible, -torch.inf)
-    return logits
+    num_queries, num_keys = logits.shape[-2:]
+    distance = torch.arange(num_queries)[:, None] + num_keys - num_queries - torch.arange(num_keys)
+    before, after = (size if size >= 0 else num_queries + num_keys for size in window)
+    return logits.masked_fill((distance > before) | (distance < -after), -torch.inf)
 
 
 def _forward(calls, q, k, v, offsets_q, offsets_k, longest_q, longest_k, dropout, is_causal, debug, **options):
@@ -56,7 +58,7 @@ def _forward(calls, q, k, v, offsets_q, offsets_k, longest_q, longest_k, dropout
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=wide)
     for rows, keys in _blocks(offsets_q, offsets_k, longest_q, longest_k):
-        logits = _weights(q[rows].to(wide), k[keys].to(wide), _causal(is_causal, options))
+        logits = _weights(q[rows].to(wide), k[keys].to(wide), _window(is_causal, options))
         lse[:, rows] = logits.logsumexp(-1)
         v_rows = v[keys].to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         out[rows] = torch.einsum("nls,snh->lnh", logits.softmax(-1), v_rows).to(q.dtype)
@@ -72,7 +74,7 @@ def _backward(
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in _blocks(offsets_q, offsets_k, longest_q, longest_k):
         q_rows, k_rows, dout_rows = (x.to(wide) for x in (q[rows], k[keys], dout[rows]))
-        weights = (_weights(q_rows, k_rows, _causal(is_causal, options)) - lse[:, rows, None]).exp()
+        weights = (_weights(q_rows, k_rows, _window(is_causal, options)) - lse[:, rows, None]).exp()
         v_rows = v[keys].to(wide).repeat_interleave(group, dim=1)
         inner = (dout_rows * out[rows].to(wide)).sum(-1).T[..., None]
         dlogits = weights * (torch.einsum("lnh,snh->nls", dout_rows, v_rows) - inner) * q.shape[-1] ** -0.5

@@ -1,8 +1,14 @@
 """What GPUs run of attention, its kernels replaced by ones for CPUs: offsets, layouts and dtypes are right."""
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from lengthwise.core.pipeline_config import Method
+from lengthwise.runtime.dryrun.attention_kernels import _pairs
 from lengthwise.runtime.models.varlen_attention import attend_by_run, attend_varlen
 from tests.runtime.models.cases import assert_same
 from tests.runtime.models.test_varlen_attention import output_and_gradients, random_qkv
@@ -65,3 +71,37 @@ def test_packed_attention_equals_runs_of_equal_lengths(heads, causal):
         found = output_and_gradients(attend_varlen, qkv, cu_seqlens, causal=causal)
     assert calls == {"forward": 1, "backward": 1}
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window"), [(True, (2, 0)), (True, (0, 0)), (True, (9, 0)), (False, (1, 3)), (False, (99, 2))]
+)
+def test_windows_are_one_launch_over_all_sequences_and_cost_what_each_token_sees(causal, window):
+    cu_seqlens = (0, 5, 6, 14, 22)
+    lengths = np.diff(cu_seqlens)
+    place = np.concatenate([np.arange(length) for length in lengths])
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    distance = place[:, None] - place
+    sees = (owner[:, None] == owner) & (distance <= window[0]) & (distance >= -window[1])
+    qkv = random_qkv(22, 4, 2)
+
+    def masked(q_TNH, k_TKH, v_TKH, cu_seqlens):
+        k_TNH, v_TNH = (x.repeat_interleave(2, dim=1) for x in (k_TKH, v_TKH))
+        q, k, v = (x.transpose(0, 1) for x in (q_TNH, k_TNH, v_TNH))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(sees)).transpose(0, 1)
+
+    expected = output_and_gradients(masked, qkv, cu_seqlens)
+    with flash_on_cpu() as calls:
+        found = output_and_gradients(attend_varlen, qkv, cu_seqlens, causal=causal, window=window)
+    assert calls == {"forward": 1, "backward": 1}
+    assert_same(found, expected)
+    before, after = (size if size < 8 else -1 for size in window)
+    assert _pairs(lengths, lengths, before=before, after=after) == sees.sum()
+
+
+@given(queries=st.integers(1, 9), keys=st.integers(1, 9), before=st.integers(-1, 9), after=st.integers(-1, 9))
+@settings(max_examples=100, deadline=None)
+def test_pairs_of_queries_and_keys_are_those_that_see_each_other(queries, keys, before, after):
+    distance = np.arange(queries)[:, None] + keys - queries - np.arange(keys)
+    sees = ((before < 0) | (distance <= before)) & ((after < 0) | (distance >= -after))
+    assert _pairs(np.array([queries]), np.array([keys]), before=before, after=after) == sees.sum()

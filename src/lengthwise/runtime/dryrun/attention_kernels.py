@@ -53,8 +53,9 @@ def read(func: Any, args: Any, kwargs: Any) -> AttentionKernel | None:
     query, key = arguments["query"], arguments["key"]
     offsets_q, offsets_k = (arguments.get(f"cu_seq_{x}", arguments.get(f"cum_seq_{x}")) for x in "qk")
     window = arguments.get("window_size") or (arguments.get("window_size_left"), arguments.get("window_size_right"))
-    causal = bool(arguments.get("is_causal")) or window[1] == 0
-    pairs = _pairs(_lengths(query, offsets_q), _lengths(key, offsets_k), causal=causal)
+    before, after = (-1 if size is None else int(size) for size in window)
+    after = 0 if arguments.get("is_causal") else after
+    pairs = _pairs(_lengths(query, offsets_q), _lengths(key, offsets_k), before=before, after=after)
     num_heads, head_size = query.shape[-2:]
     if name in FORWARDS:
         return AttentionKernel(flops=4 * num_heads * head_size * pairs, workspace_bytes=0)
@@ -75,10 +76,21 @@ def _lengths(x: Tensor, offsets: Tensor | None) -> np.ndarray:
     return np.diff(values.astype(np.int64))
 
 
-def _pairs(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> int:
-    """Pairs of a query and a key that it sees; the last query sees all keys."""
-    pairs = queries * keys
-    if causal:
-        seeing = np.minimum(queries, keys)
-        pairs = pairs - seeing * (seeing - 1) // 2 - (queries - seeing) * keys
-    return int(pairs.sum())
+def _pairs(queries: np.ndarray, keys: np.ndarray, *, before: int, after: int) -> int:
+    """Pairs of a query and a key that it sees: at most so many ``before`` and ``after`` its own place, -1: all.
+
+    The last query's own place is the last key.
+    """
+    pairs = queries * keys if after < 0 else _keys_up_to(after, queries, keys)
+    return int((pairs if before < 0 else pairs - _keys_up_to(-before - 1, queries, keys)).sum())
+
+
+def _keys_up_to(distance: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Pairs of each sequence whose key is at most ``distance`` after the query's own place."""
+
+    def pairs_of(most: np.ndarray) -> np.ndarray:  # of queries that see up to 1, 2, ... and ``most`` keys
+        below = np.clip(most, 0, keys)
+        pairs: np.ndarray = below * (below + 1) // 2 + np.maximum(most - keys, 0) * keys
+        return pairs
+
+    return pairs_of(keys + distance) - pairs_of(keys - queries + distance)

@@ -43,6 +43,11 @@ def uses_varlen(q_TNH: Tensor) -> bool:
     return q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and bool(_varlen_parameters())
 
 
+def takes_windows(q_TNH: Tensor) -> bool:
+    """Whether the varlen flash kernel takes these queries, each of which sees a window of its sequence."""
+    return uses_varlen(q_TNH) and "window_size" in _varlen_parameters()
+
+
 def attend_by_run(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
 ) -> Tensor:
@@ -61,9 +66,17 @@ def attend_by_run(
 
 
 def attend_varlen(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: tuple[int, ...],
+    *,
+    causal: bool = True,
+    window: tuple[int, int] | None = None,
 ) -> Tensor:
     """Attention by ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16, one kernel for the whole pack.
+
+    ``window``: how many tokens before and after its own each token sees, where :func:`takes_windows`; None: all.
 
     Raises:
         InputError: this PyTorch has no varlen attention.
@@ -72,7 +85,11 @@ def attend_varlen(
     if not accepted:
         raise InputError(f"torch {torch.__version__} has no torch.nn.attention.varlen; torch 2.10 or later has")
     options: dict[str, Any] = {}
-    if "window_size" in accepted:
+    longest = max(end - start for start, end in pairwise(cu_seqlens))
+    if window is not None:
+        before, after = (size if size < longest else -1 for size in window)
+        options["window_size"] = (before, 0 if causal else after)
+    elif "window_size" in accepted:
         # Causality is recognised by comparing with the tuple (-1, 0); a list would not be.
         options["window_size"] = _CAUSAL_WINDOW if causal else _FULL_WINDOW
     else:
@@ -85,7 +102,6 @@ def attend_varlen(
             k_TKH, v_TKH = (x.repeat_interleave(group_size, dim=1) for x in (k_TKH, v_TKH))
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(end - start for start, end in pairwise(cu_seqlens))
     offsets = _device_offsets(cu_seqlens, q_TNH.device)
     q_TNH, k_TKH, v_TKH = (x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
     out = varlen_attn(q_TNH, k_TKH, v_TKH, offsets, offsets, longest, longest, **options)

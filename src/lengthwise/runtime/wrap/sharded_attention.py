@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.models.varlen_attention import attend
+from lengthwise.runtime.models.varlen_attention import attend, attend_varlen, takes_windows
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
 from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
@@ -121,6 +121,8 @@ def _attend_whole(
     cu_seqlens = shard.cu_seqlens
     if kind.window is None and kind.is_plain:
         return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
+    if kind.is_plain and takes_windows(q_TnH):
+        return attend_varlen(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal, window=kind.window)
     group_size = q_TnH.shape[1] // k_TkH.shape[1]
     k_TnH, v_TnH = (x if group_size == 1 else x.repeat_interleave(group_size, dim=1) for x in (k_TkH, v_TkH))
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
