@@ -7,6 +7,9 @@ STAMP := .venv/.installed
 # The half that needs no torch; its tests run with torch blocked from import.
 DECIDING := tests/core tests/index tests/models tests/data tests/cost tests/plan tests/sim tests/report tests/config/test_run_config.py
 
+# Tests start many processes: none compiles again what another has.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-deep lint docs build bench pages clean
 
 demo: $(STAMP)

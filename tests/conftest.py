@@ -23,7 +23,10 @@ signal.signal(
 )  # a shell's background job ignores it, and so would its children
 
 
+gc.disable()  # until all is imported, of which next to nothing is garbage
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported to itself: garbage collections would look at millions of objects again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()

@@ -3,19 +3,25 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import lengthwise
 from lengthwise.config.run_config import Config
 
 ROOT = Path(lengthwise.__file__).parent
-MODULES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 CONSOLES = ("session/console.py", "session/calibration.py")
 """The modules that make consoles of rich, all of them without markup."""
 RESTRICTED_UNPICKLER = "runtime/state/metadata_reader.py"
 """PyTorch writes the metadata of a checkpoint as a pickle; its reader finds the few classes of metadata alone."""
 SAFE_YAML = ("yaml.safe_dump", "yaml.MarkedYAMLError", "yaml.SafeLoader.")
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its path, parsed once and not before a test asks."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
@@ -37,8 +43,8 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 def test_nothing_that_is_read_is_executed():
-    assert "def find_class" in ast.unparse(MODULES[RESTRICTED_UNPICKLER])
-    for module, tree in MODULES.items():
+    assert "def find_class" in ast.unparse(modules()[RESTRICTED_UNPICKLER])
+    for module, tree in modules().items():
         if module != RESTRICTED_UNPICKLER:
             _check_nothing_is_executed(module, tree)
 
@@ -62,7 +68,7 @@ def _check_nothing_is_executed(module: str, tree: ast.Module) -> None:
 
 def test_text_of_others_is_never_taken_for_markup():
     """rich is used for tables everywhere, for consoles and bars where markup is off."""
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         _check_no_markup(module, tree)
 
 
@@ -101,7 +107,7 @@ NO_SETTINGS = ("model.json", "model.safetensors", "model._orig_mod")
 
 
 def test_every_setting_that_a_message_advises_exists():
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         if module != "models/hf_names.py":  # names of parameters alone
             _check_settings_exist(module, tree)
 
@@ -119,7 +125,7 @@ PICKLED = {"all_gather_object", "gather_object", "broadcast_object_list", "scatt
 
 
 def test_nothing_is_pickled_between_ranks():
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not names & PICKLED, f"{module}: lengthwise.runtime.comm.objects sends JSON"
 

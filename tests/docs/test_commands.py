@@ -35,6 +35,12 @@ QUICK: dict[str, tuple[str, ...]] = {
     "report": (),
 }
 """Commands that run here, and what makes them quick; all others need ranks or a checkpoint, and are parsed."""
+FEWER = {
+    "--gpus": {"64": "8", "8,64": "4,8", "16,64": "8"},
+    "--policies": {"static,auto": "static,packed"},
+    "--max-length": {"256K": "64K"},
+}
+"""Devices, policies and lengths in place of those that only take longer to search."""
 NOT_HERE = ("--python-stdlib", "--trace-steps", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
 """Words of commands that need what is large, what tests of the readers have, or a metric that a model computed."""
 
@@ -158,6 +164,7 @@ def test_quick_commands_run(block, files, tmp_path, monkeypatch, capsys):
     if not Path("outputs/run.yaml").exists():
         Path("outputs/run.yaml").write_text(Path("run.yaml").read_text())
     for words in quick_commands(block):
+        words = [FEWER.get(option, {}).get(word, word) for option, word in zip(["", *words], words)]
         added = list(QUICK[words[0]])
         if words[0] == "index":
             shutil.rmtree("DIR", ignore_errors=True)
@@ -167,8 +174,6 @@ def test_quick_commands_run(block, files, tmp_path, monkeypatch, capsys):
             added = [word for word in added if not word.startswith("plan.policy")]
         if any(word.startswith("plan.profile") for word in words):
             added = [word for word in added if not word.startswith("plan.profile")]
-        if "--network" in words:  # a sweep
-            added += ["--gpus", "8"]
         words = [path for word in words for path in (sorted(glob(word)) if "*/" in word else [word])]
         lengthwise([*words, *added])
         assert capsys.readouterr().out or words[0] == "index", words

@@ -133,12 +133,14 @@ def checkpoint_of(state: ShardedState) -> dict[str, int]:
     Raises:
         CheckError: a run would read other shapes than it writes.
     """
-    written = contents(state)
-    sizes = {
-        name: ((part.num_elements,) if part.num_elements else part.local.shape, part.local.dtype)
-        for name, part in written.items()
-    }
-    for name, part in room_for(state, sizes).items():
+    with torch.device("meta"):  # copies that take no memory of the host
+        written = contents(state)
+        sizes = {
+            name: ((part.num_elements,) if part.num_elements else part.local.shape, part.local.dtype)
+            for name, part in written.items()
+        }
+        room = room_for(state, sizes)
+    for name, part in room.items():
         if part.local.shape != written[name].local.shape:
             raise CheckError(f"{name} is saved as {written[name].local.shape} and read as {part.local.shape}")
     return {"tensors": len(written), "bytes": sum(part.local.nbytes for part in written.values())}

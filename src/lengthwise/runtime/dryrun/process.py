@@ -3,6 +3,7 @@
 python -m lengthwise.runtime.dryrun.process REQUEST RESULT
 """
 
+import gc
 import json
 import sys
 import traceback
@@ -35,6 +36,7 @@ def _run(requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     fake_cuda.install()
     work = [_work_of(request) for request in requests]
     jobs = [(number, rank) for number, request in enumerate(requests) for rank in request["ranks"]]
+    gc.freeze()  # no process looks at what was imported, or copies it
     with ThreadPoolExecutor(min(num_cores(), len(jobs))) as pool:
         pending = [(number, pool.submit(in_own_process, work[number], rank)) for number, rank in jobs]
         rows: list[list[dict[str, Any]]] = [[] for _ in requests]
