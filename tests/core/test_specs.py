@@ -11,8 +11,8 @@ from lengthwise.core.wording import GIB, bytes_in_words, needed_and_available
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-3-8b", 8.03), ("qwen2.5-0.5b", 0.494), ("gpt-12288", 174.6),
-        ("bert-1024", 0.3352),
+        ("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-3-8b", 8.03), ("llama-3-70b", 70.55),
+        ("qwen2.5-0.5b", 0.494), ("gpt-12288", 174.6), ("bert-1024", 0.3352),
     ],
 )  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name, billions):

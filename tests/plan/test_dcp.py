@@ -179,6 +179,13 @@ def test_a_run_whose_longest_sequence_fits_no_group_is_refused(policy):
 
 
 @POLICIES
+def test_a_model_that_no_single_stage_holds_is_refused_in_words(policy):
+    problem = problem_of(num_devices=4, stages=[2])
+    with pytest.raises(InfeasibleError, match=r"no scheme of one stage holds the model's state\. Allow"):
+        Planner(policy=policy, problem=problem)(make_batch([5]))
+
+
+@POLICIES
 def test_degrees_that_cannot_tile_the_cluster_are_refused(policy):
     with pytest.raises(InfeasibleError, match=r"tile 5 devices"):
         Planner(policy=policy, problem=problem_of(num_devices=5, degrees=[2, 4]))(make_batch([5]))

@@ -176,7 +176,7 @@ def test_copies_share_the_work():
 
 def test_a_run_whose_longest_sequence_no_group_holds_is_refused():
     problem = problem_of(num_devices=4, max_length=10_000)
-    with pytest.raises(InfeasibleError, match=r"tiles 4 devices and holds 10,000 tokens .* reaches 1,000 tokens"):
+    with pytest.raises(InfeasibleError, match=r"holds 10,000 tokens .* reach 1,000 tokens, at degrees"):
         prepare(problem)
 
 

@@ -151,6 +151,7 @@ def test_a_straggler_is_slower_and_no_timeline_is_made_unasked(lengths):
     ("options", "message"),
     [
         ({"policy": "autp"}, "policy autp: no 'autp'; did you mean auto"),
+        ({"methods": ["ring", ""]}, "methods: a name is empty; give some of megatron_ts, .*, or leave methods out"),
         ({"methods": ["ulyses"]}, "methods ulyses: no 'ulyses'; did you mean ulysses"),
         ({"recompute": "some"}, "recompute='some' is not one of 'auto', 'none', 'all'"),
         ({"steps": 0}, "steps=0: at least 1"),

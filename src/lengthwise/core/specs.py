@@ -220,7 +220,9 @@ MODELS = {
         _llama("llama-7b", 32, 4096, 11_008, 32),
         _llama("llama-13b", 40, 5120, 13_824, 40),
         _llama("llama-32b", 60, 6656, 17_920, 52),
+        # Llama team 2024, table 3.
         _llama("llama-3-8b", 32, 4096, 14_336, 32, num_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0),
+        _llama("llama-3-70b", 80, 8192, 28_672, 64, num_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0),
         # Qwen2.5 technical report, table 1.
         _llama(
             "qwen2.5-0.5b", 24, 896, 4864, 14, num_kv_heads=2, vocab_size=151_936, rope_theta=1e6, qkv_bias=True,

@@ -285,6 +285,8 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str) -> lis
         InputError: a name is not known; the message says of which ``setting``, and suggests the nearest.
     """
     for name in names:
+        if not name:
+            raise InputError(f"{setting}: a name is empty; give some of {', '.join(known)}, or leave {setting} out")
         if name not in known:
             raise InputError(f"{setting} {brief(','.join(names))[1:-1]}: no {brief(name)}; {nearest(name, known)}")
     return list(dict.fromkeys(names))

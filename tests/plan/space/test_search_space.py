@@ -1,7 +1,5 @@
 """Which schemes a cluster offers, and what batches planning looks at."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -62,7 +60,7 @@ def test_a_refusal_names_the_leanest_scheme_that_the_cluster_has_devices_for():
 
 def test_pipelines_of_different_numbers_of_stages_tile_a_cluster_that_no_single_number_divides():
     cluster = cluster_preset("11x4xA800-80GB")
-    model = replace(model_preset("llama-66b"), ffn_size=28_672, num_kv_heads=8, vocab_size=128_256)
+    model = model_preset("llama-3-70b")
     lengths = np.minimum(synthetic_lengths("commoncrawl", 200, 0), 32_768)
     problem = make_problem(
         AnalyticCost(model=model, cluster=cluster, dtype="bfloat16"),

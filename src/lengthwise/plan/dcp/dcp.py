@@ -25,7 +25,7 @@ from lengthwise.plan.dcp.deal_buckets import Dealer, evenly
 from lengthwise.plan.dcp.device_groups import GroupPlanner, Tiling
 from lengthwise.plan.dcp.length_buckets import LengthBuckets, make_buckets
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.candidate import Candidate, reach_in_words
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, strategy_of, time_s
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -75,11 +75,10 @@ def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
     for usable in ([candidate for candidate in single if candidate.scheme.weights is WeightPlacement.WHOLE], single):
         if _suffice(usable, problem):
             return usable
-    reach = max((candidate.max_tokens for candidate in single), default=0)
+    reach, told = reach_in_words(single)
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
-        f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach {reach:,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower {Setting.MAX_LENGTH}.",
+        f"devices of {bytes_in_words(problem.memory_bytes)}; {told}",
         what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, options_of, steady_choices
 from lengthwise.plan.solve.shop import Machines, schedule
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.candidate import Candidate, reach_in_words
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -42,11 +42,10 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         if policy.ladder.max_tokens >= problem.max_length:
             return policy
     single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
-    reach = max((candidate.max_tokens for candidate in single), default=0)
+    reach, told = reach_in_words(single)
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
-        f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches {reach:,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower {Setting.MAX_LENGTH}.",
+        f"in {bytes_in_words(problem.memory_bytes)}; {told}",
         what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.one_f_one_b import forwards_in, least_stages
 from lengthwise.core.pipeline_config import (
     Method,
@@ -179,3 +179,18 @@ def stages_of(num_devices: int, num_layers: int) -> list[int]:
     limit = min(8, num_devices, num_layers)
     is_power = num_devices & (num_devices - 1) == 0
     return [count for count in range(1, limit + 1) if not is_power or count & (count - 1) == 0]
+
+
+def reach_in_words(single: Sequence[Candidate]) -> tuple[int, str]:
+    """Most tokens of a sequence under candidates of one stage, and what to tell where a policy of these needs more."""
+    if not single:
+        return 0, (
+            "no scheme of one stage holds the model's state. Allow a higher degree or methods that shard weights, "
+            f"or set {Setting.POLICY}=auto, which uses several stages."
+        )
+    reach = max(candidate.max_tokens for candidate in single)
+    degrees = ", ".join(map(str, sorted({candidate.scheme.degree for candidate in single})))
+    return reach, (
+        f"the search space's reach {reach:,} tokens, at degrees {degrees}. Allow more degrees or recompute, or lower "
+        f"{Setting.MAX_LENGTH}."
+    )
