@@ -73,7 +73,7 @@ RING = ("plan.policy=static", "--method", "ring", "--degree", "2")
 @pytest.mark.parametrize(
     "how",
     [
-        ("plan.policy=auto", "data.prefetch=0"),
+        ("plan.policy=packed", "data.prefetch=0"),
         *(pytest.param(p, marks=pytest.mark.deep) for p in (RING, ("plan.policy=padded",))),
     ],
 )

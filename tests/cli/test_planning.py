@@ -25,7 +25,7 @@ def lengths(tmp_path, cli):
 def arguments(lengths, *more):
     return [
         f"data.index={lengths}", "model.preset=llama-7b", "cluster.name=1x8xH200-141GB", "train.dtype=bfloat16",
-        "data.tokens_per_step=200000", "plan.recompute=all", *more,
+        "data.tokens_per_step=200000", "plan.recompute=all", "plan.policy=static", *more,
     ]  # fmt: skip
 
 

@@ -46,6 +46,7 @@ def test_a_mixture_stopped_on_two_ranks_goes_on_with_one_as_if_it_had_never_stop
                 },
                 "optim": {"schedule": "constant"},
                 "cluster": {"name": "1xcpu"},
+                "plan": {"policy": "packed"},
             }
         )
     )  # fmt: skip

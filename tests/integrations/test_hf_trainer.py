@@ -41,7 +41,7 @@ def test_one_process_trains_what_transformers_trains(stock, tmp_path):
     assert "forward" not in vars(found.model), "the model is given back"
 
 
-IN_STAGES = {"max_degree": 1, "cost": StagesFitMore(capacity=32)}
+IN_STAGES = {"max_degree": 1, "policy": "static", "cost": StagesFitMore(capacity=32)}
 """The longest rows, of 40 tokens, fit stages alone."""
 
 

@@ -41,7 +41,7 @@ def train_gpt(policies, options):
     found = {}
     for policy in policies:
         model = models.gpt()
-        run = lw.prepare(model, models.rows(), policy=policy, cost=models.mixed_cost(), memory_gib=40, **options)
+        run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **options | {"policy": policy})
         result = step_through(run)
         tokens = torch.arange(9)[None]
         with run.plain(), torch.no_grad():

@@ -97,7 +97,11 @@ def log_probabilities(model, micro_batch):
 
 def prepared(items, *, model=None, **options):
     as_started_by_torchrun()
-    options = {"cost": models.mixed_cost(), "memory_gib": 40, "seed": 3, "check": False} | SGD | options
+    options = (
+        {"cost": models.mixed_cost(), "memory_gib": 40, "seed": 3, "check": False, "policy": "dcp-intra"}
+        | SGD
+        | options
+    )
     return lw.prepare(models.gpt() if model is None else model, items, verbose=False, **options)
 
 

@@ -54,17 +54,17 @@ def test_a_policy_that_fails_is_a_row_with_its_reason(monkeypatch, is_prepared, 
     class Failing:
         name, __call__, phases, floor_s, bound_s = "failing", fail, fail, fail, fail
 
-    lengths = lengths_of("two-humped")
+    lengths, given = lengths_of("two-humped"), GIVEN | {"cluster": "2xH100-80GB"}
     monkeypatch.setattr(policies_module, "fail", (lambda problem: Failing()) if is_prepared else fail, raising=False)
     monkeypatch.setitem(policies_module._PREPARE, "packed", "policies:fail")
-    comparison = lengthwise.compare(lengths, **GIVEN, policies=["static", "packed", "auto"])
+    comparison = lengthwise.compare(lengths, **given, policies=["static", "packed", "auto"])
     reason = comparison.clusters[0].policies[1].refused
     assert [one.policy for one in comparison.clusters[0].ranked] == ["auto", "static"]
     assert str(error) in reason and (isinstance(error, InputError) or type(error).__name__ in reason)
     assert json.loads(json.dumps(comparison.to_json()))["policies"][1]["refused"] == reason
     assert "These cannot run" in render_comparison(comparison)
     with pytest.raises(type(error)):
-        lengthwise.compare(lengths, **GIVEN, policies=["packed"])
+        lengthwise.compare(lengths, **given, policies=["packed"])
 
 
 def test_a_comparison_in_which_every_policy_fails_says_why(monkeypatch):

@@ -29,7 +29,7 @@ WAYS = (
     {"policy": "dcp-intra", "keep": "all"},
     {"policy": "auto", "keep": "some"},
     {"policy": "static", "keep": "none", "optimizer": replace(SGD["optimizer"], loss_scale=256.0)},
-    {"policy": "auto", "weights": "by-layer"},
+    {"policy": "dcp-intra", "weights": "by-layer"},
 )
 
 

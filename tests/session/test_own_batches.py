@@ -24,8 +24,8 @@ NORMALISERS = ("tokens", "items", "constant")
 
 @pytest.mark.parametrize("num_ranks", [*(pytest.param(number, marks=pytest.mark.deep) for number in (1, 2)), 3])
 def test_a_step_of_brought_rollouts_trains_what_a_plain_loop_trains(ranks, num_ranks):
-    ways = [{"normaliser": normaliser, "policy": "auto"} for normaliser in NORMALISERS]
-    ways.append({"normaliser": "tokens", "policy": "dcp-intra", "packing": "always", "check": True})
+    ways = [{"normaliser": normaliser} for normaliser in NORMALISERS]
+    ways.append({"normaliser": "tokens", "policy": "auto", "packing": "always", "check": True})
     ways = [way | {"recompute": "auto" if num_ranks == 1 else "none"} for way in ways]
     used = set()
     for found in ranks(num_ranks).run(train_grpo, ways):

@@ -30,7 +30,7 @@ from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weigh
 
 STAGED = OPTIONS | {
     "cost": StagesFitMore(capacity=40, loss=0.4, c_s=0.05), "memory_gib": 40, "max_degree": 1, "recompute": "none",
-    "verbose": False,
+    "verbose": False, "policy": "static",
 }  # fmt: skip
 """A device holds 40 tokens, and the longest rows have 64: only stages fit them."""
 
@@ -326,7 +326,8 @@ def train_out_of_memory(place):
     torch.manual_seed(0)
     model = memory_runs.Model().double()
     cost = PrefersStages(cluster_preset(f"{world.size}xcpu", memory_gib=1 / 1024))
-    options = OPTIONS | {"steps": 2, "cost": cost, "max_degree": 1, "recompute": "auto", "verbose": False}
+    options = STAGED | {"steps": 2, "cost": cost, "recompute": "auto"}
+    del options["memory_gib"]
     run, attempts, losses = lw.prepare(model, memory_corpus(), **options), [], []
     for step in run.steps():
         attempts.append(stages_in(step.plan))

@@ -14,7 +14,7 @@ from lengthwise.core.lengths import LengthIndex
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through
 
-OPTIONS = {"steps": 2, "tokens_per_step": 200, "lr": 1e-2, "seed": 3, "memory_gib": 40}
+OPTIONS = {"steps": 2, "tokens_per_step": 200, "lr": 1e-2, "seed": 3, "memory_gib": 40, "policy": "dcp-intra"}
 
 
 def prepare(model, corpus, **options):

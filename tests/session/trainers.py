@@ -73,7 +73,11 @@ def arguments(folder, **options):
 
 def planned(**options):
     """Options of prepare under which ranks share the longest rows."""
-    return {"cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05), "memory_gib": 32} | options
+    return {
+        "cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05),
+        "memory_gib": 32,
+        "policy": "dcp-intra",
+    } | options
 
 
 def train(folder, options, *, stock=False, resume=None, model=None, callbacks=(), trainer_class=None, **others):
