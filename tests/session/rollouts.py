@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from lengthwise.runtime.loop.loop_ledger import LoopLedger
 from tests.session import models
 from tests.session.loops import weights_of
 from tests.session.pairs import LR, prepared
@@ -106,6 +107,9 @@ def train_grpo(ways, via="step"):
                 step.backward(grpo_loss(run, step, micro_batch, way["normaliser"]), mean_over="step")
             losses.append(step.update().loss)
             degrees |= {pipeline.scheme.degree for pipeline in step.plan.pipelines if pipeline.micro_batches}
+        items = [item for of_step in batches() for item in of_step]
+        counts = {"updates": 3, "sequences": len(items), "tokens": sum(len(item["input_ids"]) for item in items)}
+        assert run.ledger == LoopLedger(**counts)
         run.close()
         found.append((losses, degrees, weights_of(run.model)))
     return found

@@ -111,6 +111,8 @@ def skip_the_second(when, folder):
     resumed = make_run(model_of(), degree=2)
     number = resumed.resume(folder)
     assert resumed.skipped == run.skipped
+    assert resumed.ledger == run.ledger and (run.ledger.updates, run.ledger.skipped_steps) == (2, 1)
+    assert run.ledger.sequences and run.ledger.skipped_sequences
     run.close()
     return losses, weights_of(model), run.skipped, number
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.runtime.loop import update_reports
 from lengthwise.runtime.loop.call_order import NUM_VALUES, RankOperation, RankReports, bits_of, float_of
+from lengthwise.runtime.loop.loop_ledger import num_planned
 from lengthwise.runtime.loop.loss_weighing import Uses
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.update_reports import NUM_DIGESTS
@@ -23,6 +25,7 @@ LENGTHS = (8, 6, 4, 2)
 LR, FACTOR = 0.5, 0.25
 BY_TARGET, TARGETS, PIPELINE, MICRO_BATCH, FINGERPRINT, IS_CHANGED, RATE, DIGEST = range(8)
 DIRECT, USES = 11, 12
+SEQUENCES, TOKENS = 15, 16
 
 
 def groups_of(num_phases, shared=0):
@@ -58,7 +61,8 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     def meet(world, operation, number, *, values, note):
         assert (operation, number) == (RankOperation.UPDATE, 3)
         mine = [*values, *[0] * (NUM_VALUES - len(values))]
-        other = [changes.get(column, value) for column, value in enumerate(mine)]
+        rest = dict(zip((SEQUENCES, TOKENS), np.subtract(num_planned(plan), mine[SEQUENCES:]).tolist()))
+        other = [(rest | changes).get(column, value) for column, value in enumerate(mine)]
         step.said = mine, note
         return RankReports(
             operations=(operation, changes.get("operation", operation)), steps=(3, 3),
@@ -76,6 +80,7 @@ def test_what_a_rank_brings_is_in_the_row_that_others_read(monkeypatch):
     row, note = step.said
     assert [float_of(row[k]) for k in (BY_TARGET, RATE, DIRECT)] == [30.0, LR * FACTOR, 1.5] and note == ""
     assert (row[TARGETS], row[PIPELINE], row[MICRO_BATCH]) == (10, -1, -1)
+    assert (row[SEQUENCES], row[TOKENS]) == num_planned(step.plan), "it is the first rank of all pipelines with packs"
     assert (row[FINGERPRINT], row[IS_CHANGED], row[USES]) == (77, 1, int(Uses.UNITS))
     # two micro-batches of the first phase, then one of each other phase, of which the last three share a digest
     assert row[DIGEST : DIGEST + NUM_DIGESTS] == [0b11, 0b100, 0b1000, 0b1110000]
@@ -133,6 +138,8 @@ REFUSED = {
     "of gradients": ({"note": ""}, {"gradient_problem": "zero_grad()"}, CheckError, r"rank 0: zero_grad\(\)"),
     "no rate": ({"note": ""}, {"lr": lambda step: -1.0}, CheckError, "rank 0: lr of step 3 is -1.0; give one number"),
     "other rates": ({RATE: bits_of(0.75)}, {}, CheckError, "lr is 0.125, 0.75 on ranks 0 to 1; it has to be the same"),
+    "a sequence lost": ({SEQUENCES: -1}, {}, CheckError, "ranks ran a backward of 2 sequences with 18 tokens"),
+    "tokens twice": ({TOKENS: 2}, {}, CheckError, "sequences with 20 tokens, and the step has 3 with 18; compare its"),
     "other sequences": ({DIGEST: 7}, {}, CheckError, "ranks 0-1 share sequences, but read other tokens or labels"),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.comm.world import DistContext
 
 Result = TypeVar("Result")
-NUM_VALUES = 15
+NUM_VALUES = 17
 """Integers that a rank sends beside the operation, the step and the length of its note."""
 
 

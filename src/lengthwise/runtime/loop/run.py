@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_
 from lengthwise.runtime.loop.coupled_step import CoupledStep
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
+from lengthwise.runtime.loop.loop_ledger import LoopLedger
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
@@ -99,6 +100,7 @@ class Run(WatchedModel):
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
+        self.ledger = LoopLedger()
         self._step: Step | None = None
         self._batch: GlobalBatch | None = None
         """The global batch of the step that is not done."""
@@ -306,6 +308,7 @@ class Run(WatchedModel):
         """Record a step that is done and go on to the next; every rank calls this."""
         self.world.offload.release()
         self.note_recompiles(step.number)
+        self.ledger.count(step.plan, is_skipped=step.is_skipped or bool(step.result and step.result.is_skipped))
         self.next_step += 1
         self._batch, self._step, self._last_failure = None, None, ""
         self._brought, self.collator = None, self._corpus_collator
@@ -330,11 +333,9 @@ class Run(WatchedModel):
         self.take_over_changes(reports, "run.save()", columns=(0, 1))
         sampler = self.stream.state_dict() if self._batch is None else self._stream_state
         extra = {
-            "step": self.next_step,
-            "sampler": sampler,
-            "skipped": self.skipped,
+            "step": self.next_step, "sampler": sampler, "skipped": self.skipped, "ledger": self.ledger.state_dict(),
             "buffers": buffers_to_save(self.model),
-        }
+        }  # fmt: skip
         checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
         self.log_on_first_rank("saved step %d: %s", self.next_step, path)
@@ -360,13 +361,12 @@ class Run(WatchedModel):
         state = self.sharded_state()
         self._come_between_steps("run.resume()")
         sync_ranks(self.world, RankOperation.RESUME, 0).check_same()
-        path = Path(path)
-        if not (path / checkpoint.STATE_FILE).is_file():
-            path = checkpoint.latest(path)
+        path = Path(path) if (Path(path) / checkpoint.STATE_FILE).is_file() else checkpoint.latest(Path(path))
         extra: dict[str, Any] = checkpoint.load(path, state)
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
+        self.ledger = LoopLedger.of(extra.get("ledger", {}))
         self._brought, self.collator = None, self._corpus_collator
         self.update_weights()
         self.log_on_first_rank("going on with step %d: %s", self.next_step, path)

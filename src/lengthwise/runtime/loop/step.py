@@ -20,7 +20,7 @@ from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline, passing
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
-from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of, read_digests
+from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
@@ -364,8 +364,7 @@ class Step:
         problem, *weights = self.run.inspect()
         update = OwnUpdate(
             weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
-            digests=read_digests(self._own, self._shards),
-            failed_on_host=any(shard.failed_on_host for shard in self._shards.values()),
+            own=self._own, shards=self._shards,
             has_late_gradients=self.run.overlap is not None and self.run.overlap.has_late_gradients,
         )  # fmt: skip
         problem = fault or problem or self.run.gradient_problem(self._gradient_version)

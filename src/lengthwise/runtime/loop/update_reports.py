@@ -8,6 +8,7 @@ from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
+from lengthwise.runtime.loop.loop_ledger import num_planned
 from lengthwise.runtime.loop.loss_weighing import Weighing
 from lengthwise.runtime.loop.step_totals import OwnMicroBatches
 from lengthwise.runtime.wrap.context import PackShard
@@ -26,10 +27,10 @@ class OwnUpdate:
     weights: Sequence[int]
     """The fingerprint of its weights, and whether a loop changed them."""
     lr: float
-    digests: Sequence[int]
-    """Those of :func:`read_digests`."""
-    failed_on_host: bool = False
-    """Whether it was host memory that was too little, for activations that are offloaded."""
+    own: OwnMicroBatches
+    """The micro-batches that it takes part in."""
+    shards: Mapping[int, PackShard]
+    """Their shards by position."""
     has_late_gradients: bool = False
     """Whether a backward added to gradients that it had pushed."""
 
@@ -40,14 +41,21 @@ class OwnUpdate:
             CheckError: ranks are at different operations.
         """
         fingerprint, is_changed = self.weights
+        failed_on_host = any(shard.failed_on_host for shard in self.shards.values())
         values = [
             bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
-            int(is_changed), bits_of(self.lr), *self.digests, bits_of(self.weighing.direct), int(self.weighing.uses),
-            int(self.failed_on_host), int(self.has_late_gradients),
+            int(is_changed), bits_of(self.lr), *read_digests(self.own, self.shards), bits_of(self.weighing.direct),
+            int(self.weighing.uses), int(failed_on_host), int(self.has_late_gradients), *self._num_computed(world.rank),
         ]  # fmt: skip
         reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
         reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
         return reports
+
+    def _num_computed(self, rank: int) -> tuple[int, int]:
+        """Sequences and tokens whose backward came to its end here, on the first rank of the first stage."""
+        done = [self.own[position] for position, shard in self.shards.items() if shard.is_finished]
+        packs = [pipeline.micro_batches[index].pack for _, index, pipeline, _ in done if pipeline.ranks[0] == rank]
+        return sum(len(pack.ids) for pack in packs), sum(sum(pack.lengths) for pack in packs)
 
 
 def disagreement_of(reports: RankReports, plan: StepPlan) -> str:
@@ -63,6 +71,12 @@ def disagreement_of(reports: RankReports, plan: StepPlan) -> str:
         return (
             f"{ranks_text(differing)} share sequences, but read other tokens or labels for them; give every rank the "
             "same corpus, whose items are the same whenever they are read"
+        )
+    computed, planned = (sum(reports.column(15)), sum(reports.column(16))), num_planned(plan)
+    if computed != planned:
+        return (
+            f"ranks ran a backward of {computed[0]:,} sequences with {computed[1]:,} tokens, and the step has "
+            f"{planned[0]:,} with {planned[1]:,}; compare its plan with the items that were brought"
         )
     return ""
 

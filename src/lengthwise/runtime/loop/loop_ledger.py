@@ -1,0 +1,54 @@
+"""What a loop has learned from: sequences and tokens of its steps, through stops and resumes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lengthwise.core.step_plan import StepPlan
+
+
+@dataclass(kw_only=True)
+class LoopLedger:
+    """Sequences and tokens of all ranks, those of the corpus and those that ranks brought.
+
+    Before an update counts, its ranks have said how many sequences and tokens they ran a backward of, and these are all
+    of the step's.
+    """
+
+    updates: int = 0
+    """Steps whose gradients changed the weights."""
+    sequences: int = 0
+    """Of these steps; with shared prefixes, every branch is a sequence of its own."""
+    tokens: int = 0
+    skipped_steps: int = 0
+    """Steps that ``step.skip()`` left out, or whose scaled gradients overflowed."""
+    skipped_sequences: int = 0
+    skipped_tokens: int = 0
+
+    def count(self, plan: StepPlan, *, is_skipped: bool) -> None:
+        """Take the sequences of a step that is over."""
+        sequences, tokens = num_planned(plan)
+        if is_skipped:
+            self.skipped_steps, self.skipped_sequences = self.skipped_steps + 1, self.skipped_sequences + sequences
+            self.skipped_tokens += tokens
+        else:
+            self.updates, self.sequences, self.tokens = (
+                self.updates + 1,
+                self.sequences + sequences,
+                self.tokens + tokens,
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "LoopLedger":
+        """Go on from a checkpoint's; one that was saved without begins at 0."""
+        return cls(**{name: int(state.get(name, 0)) for name in asdict(cls())})
+
+
+def num_planned(plan: StepPlan) -> tuple[int, int]:
+    """Sequences and tokens of all micro-batches of a plan."""
+    packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
+    return sum(len(pack.ids) for pack in packs), sum(sum(pack.lengths) for pack in packs)
