@@ -83,9 +83,10 @@ def test_intra_recomputes_the_fewest_layers_each_micro_batch_allows(lengths, num
             if candidate.scheme.stage_layers == pipeline.scheme.stage_layers
         ]
         family = [candidate for candidate in family if candidate.scheme.degree == pipeline.scheme.degree]
+        every_level = [family[0].recomputing(layers) for layers in range(family[0].scheme.num_layers + 1)]
         for micro_batch in pipeline.micro_batches:
             recompute = pipeline.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
-            fitting = [candidate for candidate in family if candidate.max_tokens >= micro_batch.pack.num_tokens]
+            fitting = [candidate for candidate in every_level if candidate.max_tokens >= micro_batch.pack.num_tokens]
             assert sum(recompute) == min(candidate.scheme.num_recomputed for candidate in fitting)
 
 

@@ -28,7 +28,7 @@ def arrangements(draw):
     problem = make_problem(
         HiddenUpdates(cost, slowdown=draw(st.sampled_from([0.0, 0.5]))) if draw(st.booleans()) else cost,
         num_devices=num_devices,
-        recomputed=(0, 2, 4),
+        recomputed=(0, 1, 2, 3, 4),
         overhead_per_sequence=draw(st.booleans()),
         max_length=80,
     )
@@ -70,6 +70,11 @@ def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
     times_s = step_times_s(priced, draft)
     assert bound.of(priced.lengths) <= bound(priced) <= times_s[0] * (1 + 1e-9)
     assert bound.step_s(priced) <= sum(times_s) * (1 + 1e-9)
+    for levels in ((0, 4), (0, 2, 4)):
+        coarse = [candidate for candidate in problem.candidates if candidate.scheme.num_recomputed in levels]
+        of_levels = SearchSpaceBound(problem, coarse, any_recompute=True)
+        assert of_levels.of(priced.lengths) <= of_levels(priced) <= times_s[0] * (1 + 1e-9)
+        assert of_levels.step_s(priced) <= sum(times_s) * (1 + 1e-9)
 
 
 def test_the_bound_is_tight_where_one_device_fills_its_packs():

@@ -67,7 +67,7 @@ class TwoMethods(SimpleCost):
 
 @given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_every_pack_runs_as_the_fastest_candidate_that_holds_it(packs):
+def test_every_pack_runs_as_the_fastest_candidate_that_holds_it_with_the_fewest_layers_that_it_can(packs):
     problem = make_problem(
         TwoMethods(capacity=100), num_devices=2, degrees=[2], stages=[1], recomputed=(0, 2, 4),
         methods=(Method.ULYSSES, Method.RING),
@@ -78,8 +78,11 @@ def test_every_pack_runs_as_the_fastest_candidate_that_holds_it(packs):
     for run, pack in zip(RecomputeLadder(problem.candidates).runs(priced, positions), packs):
         held = [candidate for candidate in problem.candidates if candidate.max_tokens >= sum(pack)]
         least = min(candidate.cost.time_s(pack, candidate.scheme) for candidate in held)
-        assert run in held
-        assert run.cost.time_s(pack, run.scheme) == pytest.approx(least)
+        fastest = [k for k in held if k.cost.time_s(pack, k.scheme) <= least * (1 + 1e-9)]
+        fewest = {run.recomputing(n).max_tokens >= sum(pack): n for n in reversed(range(5))}[True]
+        assert run.scheme == run.recomputing(fewest).scheme and run.max_tokens >= sum(pack)
+        assert run.scheme.methods in [k.scheme.methods for k in fastest]
+        assert run.cost.time_s(pack, run.scheme) <= least * (1 + 1e-9)
 
 
 @given(st.integers(10, 1600), st.one_of(st.none(), st.integers(1, 20)))

@@ -9,6 +9,7 @@ from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, strategies_
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.space.draft_plan import DraftPlan
+from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.finished_plan import to_plan
 from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
@@ -49,7 +50,9 @@ def test_steps_of_a_few_sequences_are_never_slower_than_as_published_and_some_ar
 @POLICIES
 def test_searched_steps_keep_to_the_candidates_of_their_policy_and_to_its_phases(policy):
     problem, rng = problem_of(), np.random.default_rng(3)
-    schemes = {candidate.scheme for candidate in AS_PUBLISHED[policy](problem).candidates}
+    candidates = AS_PUBLISHED[policy](problem).candidates
+    between_levels = [finer for more, fewer in next_fewer(candidates).items() for finer in between(fewer, more)]
+    schemes = {candidate.scheme for candidate in (*candidates, *between_levels)}
     planner = prepare(policy, problem)
     for step in range(8):
         draft = planner(PricedBatch(problem, make_batch(rng.integers(1, 100, rng.integers(1, 9)), step)))

@@ -24,7 +24,7 @@ UNTILED = frozenset({Method.METP})
 """Methods whose feed-forwards already save their input alone: tiles change nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LayerBytes:
     """One layer's bytes per token of the pack."""
 

@@ -21,6 +21,9 @@ Pipelines of several stages are taken to recompute as many layers in all of thei
 policy here do.
 
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows.
+
+Where plans may recompute any number of layers between those of two candidates, these are in the bound, too: they are
+taken to be no faster than both candidates, and cost what they cost at the lengths that only they hold.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +33,7 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 EXACT_TO = 512
@@ -47,7 +51,10 @@ MARGIN = 1e-9
 class SearchSpaceBound:
     """The lower bound of one search space, tabulated over lengths for schemes alike in devices, stages and update."""
 
-    def __init__(self, problem: PlanningProblem, candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self, problem: PlanningProblem, candidates: Sequence[Candidate], *, any_recompute: bool = False
+    ) -> None:
+        """``any_recompute``: plans also use candidates that recompute any number of layers between those of two."""
         self._problem = problem
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
         groups: dict[tuple[int, int, float], list[Candidate]] = {}
@@ -59,23 +66,47 @@ class SearchSpaceBound:
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
         self._devices = np.array([devices for devices, _, _ in groups])
         shape = len(groups), len(self._grid)
-        self._device_s, self._alone_s, self._bubble_s = (np.full(shape, np.inf) for _ in range(3))
+        self._tables = self._device_s, self._alone_s, self._bubble_s = tuple(np.full(shape, np.inf) for _ in range(3))
         for row, members in enumerate(groups.values()):
             for candidate in members:
-                self._add(candidate, row)
+                self._add(candidate, row, self._columns(0, candidate.max_tokens), pack_tokens=candidate.max_tokens)
+        if any_recompute:
+            rows = {candidate: row for row, members in enumerate(groups.values()) for candidate in members}
+            for more, fewer in next_fewer(candidates).items():
+                self._add_between(fewer, more, rows[fewer])
 
-    def _add(self, candidate: Candidate, row: int) -> None:
-        end = int(np.searchsorted(self._grid, candidate.max_tokens, side="right"))
-        grid = self._grid[:end]
+    def _columns(self, above: int, most: int) -> slice:
+        """Entries of lengths above some tokens, up to others."""
+        begin, end = np.searchsorted(self._grid, (above, most), side="right").tolist()
+        return slice(begin, end)
+
+    def _add(self, candidate: Candidate, row: int, columns: slice, *, pack_tokens: int) -> None:
+        """Lengths of ``columns`` in packs of up to ``pack_tokens``."""
+        for table, values in zip(self._tables, self._costs(candidate, columns, pack_tokens)):
+            np.minimum(table[row, columns], values, out=table[row, columns])
+
+    def _costs(self, candidate: Candidate, columns: slice, pack_tokens: int) -> tuple[np.ndarray, ...]:
+        """What ``_Sequences`` calls ``device_s``, ``alone_s`` and ``bubble_s``."""
+        grid = self._grid[columns]
         times_s, overhead_s = candidate.times_s(grid), candidate.overhead_s
         per_sequence, stages = self._problem.overhead_per_sequence, self._problem.bounding_stages(candidate)
-        share_s = overhead_s if per_sequence else overhead_s * grid / candidate.max_tokens
-        for table, values in (
-            (self._device_s, candidate.num_devices * (times_s + share_s)),
-            (self._alone_s, candidate.num_stages * (times_s + overhead_s)),
-            (self._bubble_s, (stages - 1.0) * (times_s + overhead_s)),
-        ):
-            np.minimum(table[row, :end], values, out=table[row, :end])
+        share_s = overhead_s if per_sequence else overhead_s * grid / pack_tokens
+        alone_s = times_s + overhead_s
+        return candidate.num_devices * (times_s + share_s), candidate.num_stages * alone_s, (stages - 1.0) * alone_s
+
+    def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
+        """Candidates that recompute more layers than one and fewer than the other.
+
+        They are looked at where nothing in the tables is as fast as if they recomputed as few layers as ``fewer``.
+        """
+        beyond = self._columns(fewer.max_tokens, more.max_tokens)
+        costs = self._costs(fewer, beyond, more.max_tokens)
+        if all((table[row, beyond] <= values).all() for table, values in zip(self._tables, costs)):
+            self._add(fewer, row, self._columns(0, fewer.max_tokens), pack_tokens=more.max_tokens)
+            return
+        for candidate in between(fewer, more):
+            columns = self._columns(0, candidate.max_tokens)
+            self._add(candidate, row, columns, pack_tokens=candidate.max_tokens)
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest bound."""

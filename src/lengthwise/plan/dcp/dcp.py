@@ -122,7 +122,7 @@ class DcpPolicy:
     @cached_property
     def bound(self) -> SearchSpaceBound:
         """The lower bound of all plans of the policy's candidates."""
-        return SearchSpaceBound(self.problem, self.candidates)
+        return SearchSpaceBound(self.problem, self.candidates, any_recompute=True)
 
     @cached_property
     def switch_s(self) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
 
 COMPARED_LENGTHS = 32
@@ -45,6 +46,8 @@ class RecomputeLadder:
             if not any((costs[roomier] <= costs[candidate]).all() for roomier in useful):
                 useful.append(candidate)
         self.candidates = tuple(reversed(useful))
+        self._next_fewer = next_fewer(family)
+        self._finer: dict[Candidate, tuple[tuple[Candidate, ...], np.ndarray]] = {}
         self.limits = np.array([candidate.max_tokens for candidate in self.candidates])
         self.is_chain = all(
             (costs[fast] <= costs[slow]).all() for fast, slow in zip(self.candidates, self.candidates[1:])
@@ -77,7 +80,7 @@ class RecomputeLadder:
         return times_s.argmin(axis=0)
 
     def runs(self, priced: PricedBatch, packs: Sequence[Sequence[int]]) -> tuple[Candidate, ...]:
-        """The fastest candidate that holds each pack, priced exactly.
+        """The fastest candidate that holds each pack, priced exactly; it recomputes the fewest layers that it can.
 
         Args:
             priced: the batch.
@@ -92,7 +95,7 @@ class RecomputeLadder:
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         tokens = np.add.reduceat(priced.lengths[flat], starts)
         if self.is_chain or len(self.candidates) == 1:
-            return tuple(self.candidates[level] for level in self.indices(tokens).tolist())
+            return self._with_fewest(self.indices(tokens).tolist(), tokens)
         self.indices(tokens.max())  # refuses what fits nowhere
         times_s = np.stack(
             [
@@ -101,7 +104,24 @@ class RecomputeLadder:
             ]
         )
         times_s[tokens > self.limits[:, None]] = np.inf
-        return tuple(self.candidates[level] for level in times_s.argmin(axis=0).tolist())
+        return self._with_fewest(times_s.argmin(axis=0).tolist(), tokens)
+
+    def _with_fewest(self, levels: Sequence[int], tokens: np.ndarray) -> tuple[Candidate, ...]:
+        """The candidate of each level, or the one that recomputes the fewest layers and holds so many tokens."""
+        runs = [self.candidates[level] for level in levels]
+        for number, (run, num_tokens) in enumerate(zip(runs, tokens.tolist())):
+            if run in self._next_fewer:
+                finer, limits = self._finer_of(run)
+                first = int(np.searchsorted(limits, num_tokens))
+                runs[number] = finer[first] if first < len(finer) else run
+        return tuple(runs)
+
+    def _finer_of(self, candidate: Candidate) -> tuple[tuple[Candidate, ...], np.ndarray]:
+        """Candidates with fewer layers recomputed than this and more than the next, and the most tokens of each."""
+        if candidate not in self._finer:
+            finer = between(self._next_fewer[candidate], candidate)
+            self._finer[candidate] = finer, np.array([level.max_tokens for level in finer])
+        return self._finer[candidate]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

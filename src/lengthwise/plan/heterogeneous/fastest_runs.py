@@ -10,6 +10,7 @@ from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
 from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, pack_times_s, pipeline_time_s, time_s
+from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
 
 
@@ -17,6 +18,8 @@ class FastestRuns:
     """Chooses methods and recompute of packs, family by family."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
+        candidates = tuple(candidates)
+        self._next_fewer = next_fewer(candidates)
         self._families: dict[Family, list[Candidate]] = {}
         for candidate in candidates:
             self._families.setdefault(candidate.family, []).append(candidate)
@@ -66,7 +69,11 @@ class FastestRuns:
             option = replace(pipeline, candidate=candidate)
             if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
                 best, best_s = option, time_s
-        return best
+        fewer = self._next_fewer.get(best.candidate)
+        finer = () if fewer is None else between(fewer, best.candidate)
+        fewest = next((candidate for candidate in finer if candidate.max_tokens >= longest), None)
+        option = best if fewest is None else replace(best, candidate=fewest)
+        return option if _time_s(priced, option, limit_s=best_s) < best_s else best
 
 
 def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = inf) -> float:

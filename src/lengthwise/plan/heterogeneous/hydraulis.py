@@ -33,7 +33,9 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
             what="the longest sequence", value=problem.max_length, limit=leanest.max_tokens, unit="tokens",
         )  # fmt: skip
     strategies = [placed_strategy(problem, proposal.counts) for proposal in proposals(problem, published_space)]
-    return HydraulisPolicy(StrategyCandidates(strategies), candidates, SearchSpaceBound(problem, candidates))
+    return HydraulisPolicy(
+        StrategyCandidates(strategies), candidates, SearchSpaceBound(problem, candidates, any_recompute=True)
+    )
 
 
 class HydraulisPolicy:

@@ -1,7 +1,7 @@
 """A scheme with its costs, as planners see it, and the candidates of one cluster that planners choose among."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,6 +15,7 @@ from lengthwise.core.pipeline_config import (
     Strategy,
     WeightPlacement,
     homogeneous,
+    spread,
     uniform_scheme,
 )
 from lengthwise.cost.gradient_reduction import ReductionTime
@@ -36,6 +37,7 @@ class Candidate:
     """Most tokens of a micro-batch, where the user wants fewer than memory holds."""
     sizes: tuple[int, ...] = ()
     """Tokens that micro-batches are filled up to, ascending; empty: to none."""
+    _recomputing: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
 
     @cached_property
     def num_devices(self) -> int:
@@ -108,6 +110,13 @@ class Candidate:
     def times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage that each sequence adds to a micro-batch."""
         return self.cost.sequence_times_s(lengths, self.scheme)
+
+    def recomputing(self, num_layers: int) -> "Candidate":
+        """The candidate that recomputes so many layers, at even distances, and is alike otherwise; made once."""
+        if num_layers not in self._recomputing:
+            recompute = spread(num_layers, self.scheme.num_layers)
+            self._recomputing[num_layers] = replace(self, scheme=replace(self.scheme, recompute=recompute))
+        return self._recomputing[num_layers]
 
     @property
     def is_limited_by_host(self) -> bool:

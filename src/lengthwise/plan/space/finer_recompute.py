@@ -1,0 +1,45 @@
+"""Every number of recomputed layers for packs, where the schemes of the search space differ by eighths of the layers.
+
+Searches compare packs under eighths. A pack that is dealt then recomputes the fewest layers under which it fits, one of
+the numbers between its candidate and the next that recomputes fewer. Bounds know these numbers too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import PipelineConfig, spread
+from lengthwise.plan.space.candidate import Candidate
+
+
+def next_fewer(candidates: Iterable[Candidate]) -> dict[Candidate, Candidate]:
+    """Per candidate the one that recomputes the next fewer layers and is alike otherwise; none where there is none.
+
+    Layers whose saved tensors are on the host are left out: recomputing fewer of them need not be faster.
+    """
+    by_scheme: dict[PipelineConfig, list[Candidate]] = {}
+    for candidate in candidates:
+        scheme, num_layers = candidate.scheme, candidate.scheme.num_layers
+        if not scheme.offload and scheme.recompute == spread(scheme.num_recomputed, num_layers):
+            by_scheme.setdefault(replace(scheme, recompute=(False,) * num_layers), []).append(candidate)
+    ordered = (sorted(members, key=lambda member: member.scheme.num_recomputed) for members in by_scheme.values())
+    return {more: fewer for members in ordered for fewer, more in pairwise(members)}
+
+
+def between(fewer: Candidate, more: Candidate) -> tuple[Candidate, ...]:
+    """Candidates that recompute more layers than one and fewer than the other, each with room for more tokens.
+
+    None under costs that know no other numbers of layers, as those of a profile.
+    """
+    finer, limit = list[Candidate](), fewer.max_tokens
+    for num_layers in range(fewer.scheme.num_recomputed + 1, more.scheme.num_recomputed):
+        candidate = more.recomputing(num_layers)
+        try:
+            max_tokens = candidate.max_tokens
+        except InputError:
+            return ()
+        if limit < max_tokens < more.max_tokens:
+            finer.append(candidate)
+            limit = max_tokens
+    return tuple(finer)
