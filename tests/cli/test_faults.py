@@ -18,7 +18,7 @@ from lengthwise.runtime.state.checkpoint import candidates
 from lengthwise.session.planning import make_sampler
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until, weights
 
-STEPS, EVERY = 16, 8
+STEPS, EVERY = 8, 4
 ROUNDING = 1e-10
 """Other ranks add the same float64 numbers in another order."""
 MID_STEP_S = 0.03
@@ -85,7 +85,8 @@ def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
     code, printed = run.end()
     assert code == 0, printed[-3000:]
     assert printed.count("restart 1: going on from ") == 1 and "restart 2" not in printed
-    assert ("no checkpoint is complete yet (train.checkpoint_every=8" in printed) == ("from the first step" in printed)
+    is_early = f"no checkpoint is complete yet (train.checkpoint_every={EVERY}" in printed
+    assert is_early == ("from the first step" in printed)
     assert run.folder.read_json("status.json")["attempt"] == 1
     assert_same_run(run.folder, undisturbed)
     assert sorted(run.folder.read_timelines()) == list(range(STEPS))
@@ -236,11 +237,13 @@ def test_plans_that_do_not_fit_the_run_are_refused(corpus, tmp_path, refused):
 
     file.write_text(whole[:-20])
     code, error = refused(f"plan.file={file}")
-    assert code == 2 and "no plan for step 15: it has 15 plans and a last line that is cut off" in error
+    last = STEPS - 1
+    assert code == 2 and f"no plan for step {last}: it has {last} plans and a last line that is cut off" in error
 
     file.write_text(whole)
     code, error = refused(f"plan.file={file}", f"train.steps={STEPS + 3}")
-    assert code == 2 and "no plan for step 16: it has 16 plans, the run needs those of steps 0 to 18" in error
+    needed = f"it has {STEPS} plans, the run needs those of steps 0 to {STEPS + 2}"
+    assert code == 2 and f"no plan for step {STEPS}: {needed}" in error
 
     file.write_text(whole.replace('"lr_factor": 1.0', '"lr_factor": 3.0', 1))
     code, error = refused(f"plan.file={file}")

@@ -27,7 +27,7 @@ def alone():
 
 WAYS = (
     {"policy": "dcp-intra", "keep": "all"},
-    {"policy": "auto", "keep": "some"},
+    {"policy": "packed", "keep": "some"},
     {"policy": "static", "keep": "none", "optimizer": replace(SGD["optimizer"], loss_scale=256.0)},
     {"policy": "dcp-intra", "weights": "by-layer"},
 )

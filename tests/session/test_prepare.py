@@ -78,8 +78,8 @@ def test_every_policy_trains_what_one_device_trains(ranks, alone, num_ranks):
 
 
 def test_an_epoch_computes_every_sequence_once(ranks):
-    found = ranks(2).run(train_gpt, ("auto",), {"epochs": 2, "sequences_per_step": 11, "recompute": "none"})
-    ids = found[0]["auto"][2]
+    found = ranks(2).run(train_gpt, ("packed",), {"epochs": 2, "sequences_per_step": 11, "recompute": "none"})
+    ids = found[0]["packed"][2]
     assert len(ids) == 8, "two epochs of 40 sequences, 11 a step, the last of each smaller"
     for epoch in (ids[:4], ids[4:]):
         assert sum(epoch, Counter()) == Counter(range(40))
