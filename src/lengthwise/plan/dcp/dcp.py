@@ -75,10 +75,10 @@ def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
     for usable in ([candidate for candidate in single if candidate.scheme.weights is WeightPlacement.WHOLE], single):
         if _suffice(usable, problem):
             return usable
-    reach, told = reach_in_words(single)
+    reach, advice = reach_in_words(single)
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
-        f"devices of {bytes_in_words(problem.memory_bytes)}; {told}",
+        f"devices of {bytes_in_words(problem.memory_bytes)}; {advice}",
         what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
     )  # fmt: skip
 

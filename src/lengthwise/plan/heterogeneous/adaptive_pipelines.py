@@ -143,18 +143,18 @@ def _families_of(problem: PlanningProblem, members: Sequence[Candidate]) -> list
     ]
 
 
-def families_by_pivot(members: Sequence[Candidate], *, most: int | None = None) -> list[CandidateFamily]:
-    """The families of candidates that stand in for one another by their pivots, ``most`` at even distances, or all.
+def families_by_pivot(members: Sequence[Candidate], *, max_pivots: int | None = None) -> list[CandidateFamily]:
+    """The families of candidates that stand in for one another by pivots, ``max_pivots`` at even distances, or all.
 
     A leaner pivot recomputes more and holds larger packs, which pays where an overhead weighs more than recompute.
     Pipelines of several stages run all packs as one candidate.
     """
     is_mixed = members[0].num_stages == 1
     rungs = fastest_first(members) if is_mixed else undominated(members)
-    most = most or len(rungs)
+    num_pivots = max_pivots or len(rungs)
     return [
         CandidateFamily(pivot=rungs[start], leaner=tuple(rungs[start + 1 :]) if is_mixed else ())
-        for start in sorted({len(rungs) * number // most for number in range(most)})
+        for start in sorted({len(rungs) * number // num_pivots for number in range(num_pivots)})
     ]
 
 
@@ -191,11 +191,11 @@ def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
     They are what a pipeline is worth that runs all its packs as one of them.
     """
     alone = _alone_s(candidates)
-    kept: list[Candidate] = []
+    frontier: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (-candidate.max_tokens, alone[candidate].sum())):
-        if not any((alone[leaner] <= alone[candidate]).all() for leaner in kept):
-            kept.append(candidate)
-    return kept[::-1]
+        if not any((alone[leaner] <= alone[candidate]).all() for leaner in frontier):
+            frontier.append(candidate)
+    return frontier[::-1]
 
 
 def _alone_s(candidates: Sequence[Candidate]) -> dict[Candidate, np.ndarray]:

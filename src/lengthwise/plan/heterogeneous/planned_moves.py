@@ -38,8 +38,8 @@ def improved(
     """
     used = sum(tile.count * tile.candidate.num_devices for tile in start.strategy.tiles)
     tiles = (tile for strategy in (start.strategy, *strategies) for tile in strategy.tiles)
-    known = dict.fromkeys([*map(_family_of, tiles), *_of_same_shapes(priced.problem, start.strategy)])
-    families = [family for family in known if family.num_devices <= used]
+    candidates = dict.fromkeys([*map(_family_of, tiles), *_of_same_shapes(priced.problem, start.strategy)])
+    families = [family for family in candidates if family.num_devices <= used]
     longest = int(priced.lengths.max())
     problem = replace(priced.problem, samples=(priced.lengths,), max_length=longest, num_devices=used)
     workload = make_workload(problem, families, problem.samples)
@@ -83,8 +83,8 @@ def _likely_first(
 def _of_same_shapes(problem: PlanningProblem, strategy: PlacedStrategy) -> list[CandidateFamily]:
     """Families of the search space whose pipelines have as many devices and stages as some of the strategy's."""
     shapes = {_shape_of(tile.candidate) for tile in strategy.tiles}
-    alike = (members for members in problem.families.values() if _shape_of(members[0]) in shapes)
-    return [family for members in alike for family in families_by_pivot(members)]
+    of_shapes = (members for members in problem.families.values() if _shape_of(members[0]) in shapes)
+    return [family for members in of_shapes for family in families_by_pivot(members)]
 
 
 def _shape_of(candidate: Candidate) -> tuple[int, int]:

@@ -161,7 +161,7 @@ def drafts_of_step(
     promising: dict[PlacedStrategy, float] = {}
     parts = holding(parts_of(candidates), step.max_length)
     families = [families_of(step, part) for part in parts]
-    counts_by_part = [equal_pipelines(step, rungs(families[0], parts[0], most=None))]
+    counts_by_part = [equal_pipelines(step, rungs(families[0], parts[0], max_pivots=None))]
     counts_by_part += [
         [*few_strategies(step, rungs(of_part, part)), *few_strategies(step, of_part, least_used=1)]
         for of_part, part in zip(families, parts)
@@ -185,13 +185,13 @@ def drafts_of_step(
 
 
 def rungs(
-    families: Sequence[CandidateFamily], candidates: Sequence[Candidate], *, most: int | None = MOST_RUNGS
+    families: Sequence[CandidateFamily], candidates: Sequence[Candidate], *, max_pivots: int | None = MOST_RUNGS
 ) -> list[CandidateFamily]:
-    """These families, and those of all candidates with other members as pivots, ``most`` of each or all."""
+    """These families, and those of all candidates with other members as pivots, ``max_pivots`` of each or all."""
     by_family: dict[object, list[Candidate]] = {}
     for candidate in candidates:
         by_family.setdefault(candidate.family, []).append(candidate)
-    pivoted = (family for members in by_family.values() for family in families_by_pivot(members, most=most))
+    pivoted = (family for members in by_family.values() for family in families_by_pivot(members, max_pivots=max_pivots))
     return list({(family.pivot, *family.leaner): family for family in (*pivoted, *families)}.values())
 
 

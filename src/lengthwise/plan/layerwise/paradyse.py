@@ -42,10 +42,10 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         if policy.ladder.max_tokens >= problem.max_length:
             return policy
     single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
-    reach, told = reach_in_words(single)
+    reach, advice = reach_in_words(single)
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
-        f"in {bytes_in_words(problem.memory_bytes)}; {told}",
+        f"in {bytes_in_words(problem.memory_bytes)}; {advice}",
         what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
     )  # fmt: skip
 

@@ -96,11 +96,10 @@ class Run(WatchedModel):
         """What ranks brought to the step that is not done; None: it is one of the corpus."""
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
-        self.loss_check, self.meter = LossCheck(), DeviceMeter(self.world.device)
+        self.loss_check, self.meter, self.ledger = LossCheck(), DeviceMeter(self.world.device), LoopLedger()
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
-        self.ledger = LoopLedger()
         self._step: Step | None = None
         self._batch: GlobalBatch | None = None
         """The global batch of the step that is not done."""

@@ -364,7 +364,7 @@ class Step:
         problem, *weights = self.run.inspect()
         update = OwnUpdate(
             weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
-            own=self._own, shards=self._shards,
+            micro_batches=self._own, shards=self._shards,
             has_late_gradients=self.run.overlap is not None and self.run.overlap.has_late_gradients,
         )  # fmt: skip
         problem = fault or problem or self.run.gradient_problem(self._gradient_version)

@@ -27,7 +27,7 @@ class OwnUpdate:
     weights: Sequence[int]
     """The fingerprint of its weights, and whether a loop changed them."""
     lr: float
-    own: OwnMicroBatches
+    micro_batches: OwnMicroBatches
     """The micro-batches that it takes part in."""
     shards: Mapping[int, PackShard]
     """Their shards by position."""
@@ -44,8 +44,9 @@ class OwnUpdate:
         failed_on_host = any(shard.failed_on_host for shard in self.shards.values())
         values = [
             bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
-            int(is_changed), bits_of(self.lr), *read_digests(self.own, self.shards), bits_of(self.weighing.direct),
-            int(self.weighing.uses), int(failed_on_host), int(self.has_late_gradients), *self._num_computed(world.rank),
+            int(is_changed), bits_of(self.lr), *read_digests(self.micro_batches, self.shards),
+            bits_of(self.weighing.direct), int(self.weighing.uses), int(failed_on_host), int(self.has_late_gradients),
+            *self._num_computed(world.rank),
         ]  # fmt: skip
         reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
         reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
@@ -53,7 +54,7 @@ class OwnUpdate:
 
     def _num_computed(self, rank: int) -> tuple[int, int]:
         """Sequences and tokens whose backward came to its end here, on the first rank of the first stage."""
-        done = [self.own[position] for position, shard in self.shards.items() if shard.is_finished]
+        done = [self.micro_batches[position] for position, shard in self.shards.items() if shard.is_finished]
         packs = [pipeline.micro_batches[index].pack for _, index, pipeline, _ in done if pipeline.ranks[0] == rank]
         return sum(len(pack.ids) for pack in packs), sum(sum(pack.lengths) for pack in packs)
 
