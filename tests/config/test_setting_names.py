@@ -39,6 +39,13 @@ def trees():
     return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_trees():
+    """A million objects, which would slow every later garbage collection."""
+    yield
+    trees.cache_clear()
+
+
 def messages():
     """Each file and text that is no docstring, of the whole package."""
     for path, nodes in trees().items():
