@@ -47,6 +47,11 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.make is None and self.name not in STATE:
             raise InputError(f"no optimizer {self.name!r}; known: {', '.join(STATE)}")
+        if self.make is not None and self.narrow_gradients:
+            raise InputError(
+                f"gradient_dtype='compute': the optimizer gets such gradients one part after another, and {self.name} "
+                f"may look at all of them in one step; leave gradient_dtype out, or name one of {', '.join(STATE)}"
+            )
 
     @property
     def needs_whole_parameters(self) -> bool:

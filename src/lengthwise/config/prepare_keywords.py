@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 from lengthwise.config.choices import (
     BatchSize,
     DeviceName,
+    GradientDtype,
     HeldWeights,
     LrRule,
     Offload,
@@ -56,6 +57,7 @@ class PrepareKeywords(TypedDict, total=False):
     lr_reference: float | None
     loss_scale: float | None
     loss_scale_window: int
+    gradient_dtype: GradientDtype
     lr_clamp: tuple[float, float] | None
     memory_gib: float | None
     host_memory_gib: float | None

@@ -164,6 +164,8 @@ class PrepareOptions(
             settings = OptimizerSettings(name=name, make=self.optimizer, weight_decay=self.weight_decay)
         else:
             settings = OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+        if self.gradient_dtype == "compute":
+            settings = replace(settings, narrow_gradients=True)
         if self.loss_scale is None and self.loss_scale_window == settings.loss_scale_window:
             return settings
         return replace(settings, loss_scale=self.loss_scale, loss_scale_window=self.loss_scale_window)
@@ -211,4 +213,5 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
         ]
     if problems:
         raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    _ = options.optimizer_settings  # refuses an optimizer that cannot have such gradients
     return options

@@ -8,7 +8,6 @@ from pydantic import Field, ValidationError
 
 from lengthwise.config.choices import (
     Dtype,
-    GradientDtype,
     Implementation,
     LrSchedule,
     OptimizerName,
@@ -131,9 +130,6 @@ class OptimConfig(UpdateSettings):
     """How the learning rate falls after warm-up."""
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1)
     """Where the schedule ends, as a share of lr."""
-    gradient_dtype: GradientDtype = "master"
-    """The precision that gradients are added up in. master: float32 or above; compute: train.dtype, in half the memory
-    and traffic where it has 16 bits, but sums are rounded to it (this library's own models only)."""
 
     @property
     def optimizer_settings(self) -> OptimizerSettings:

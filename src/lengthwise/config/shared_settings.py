@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from lengthwise.config.choices import (
     BatchSize,
     DeviceName,
+    GradientDtype,
     LrRule,
     Offload,
     OrderName,
@@ -154,6 +155,9 @@ class UpdateSettings(Settings):
     computes in float16, else losses are not scaled."""
     loss_scale_window: int = Field(default=2000, ge=1, le=1 << 40)
     """The number of steps in a row without an overflow after which the loss scale doubles."""
+    gradient_dtype: GradientDtype = "master"
+    """The precision that gradients are added up in. master: float32 or above; compute: that of the weights that the
+    model computes with, in half the memory and traffic where it has 16 bits, but sums are rounded to it."""
     lr_clamp: tuple[LrFactor, LrFactor] | None = None
     """The least and the most that lr_scaling multiplies the learning rate by, such as [0.25, 4]; none: any factor."""
 

@@ -50,7 +50,10 @@ def find_cost(
 
     path, shown = profile_path(run, options), options.verbose and run.world.is_first
     table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees, methods=methods)
-    cost = DualLayerCost(table, cluster=cluster, state_on_host=is_on_host(options.offload_state))
+    cost = DualLayerCost(
+        table, cluster=cluster, state_on_host=is_on_host(options.offload_state),
+        narrow_gradients=options.optimizer_settings.narrow_gradients,
+    )  # fmt: skip
     if shown:
         structure = run.wrapped_model.structure
         origin = "read from" if was_kept else "measured, kept in"
@@ -70,7 +73,7 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
     rows = (*other_rows, *fresh.rows)
-    return DualLayerCost(replace(table, rows=rows), cluster=cost.cluster, state_on_host=cost.state_on_host)
+    return cost.with_table(replace(table, rows=rows))
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:

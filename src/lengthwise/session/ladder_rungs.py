@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.pipeline_config import PipelineConfig
-from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, make_candidates
@@ -64,16 +63,15 @@ class LadderRung:
         }
 
 
-def memory_ladder(
-    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str
-) -> tuple[LadderRung, ...]:
-    """The rungs of ``model`` on ``cluster``, with the methods of ``search_space``; of the host where there is one.
+def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost) -> tuple[LadderRung, ...]:
+    """The rungs of the model and cluster of ``cost``, with the methods of ``search_space``; of the host where there is
+    one: ``on_host`` is the cost with the optimizer's state there.
 
     Where ``search_space`` names no methods, those that shard weights are a rung of their own.
     """
     rungs: list[LadderRung] = []
     fastest_before: list[Candidate] = []
-    for name, candidates in _candidates_of_rungs(model, cluster, search_space, dtype=dtype):
+    for name, candidates in _candidates_of_rungs(search_space, cost, on_host):
         if not candidates:
             continue
         longest = max(candidates, key=lambda candidate: candidate.max_tokens)
@@ -93,10 +91,10 @@ def memory_ladder(
 
 
 def _candidates_of_rungs(
-    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str
+    search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost
 ) -> Iterator[tuple[str, list[Candidate]]]:
     """The name of each rung and the candidates that have what it adds."""
-    has_host = cluster.device.host_bytes_per_s > 0
+    has_host = cost.cluster.device.host_bytes_per_s > 0
     steps: list[tuple[str, tuple[Rung, ...]]] = [
         ("as it is", (PLAIN,)),
         ("recompute", (RECOMPUTE,)),
@@ -105,13 +103,11 @@ def _candidates_of_rungs(
     lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
     if has_host:
         steps.append(("activations on host", lean))
-    cost = AnalyticCost(model=model, cluster=cluster, dtype=dtype)
     yield from _steps(steps, search_space, cost)
     if search_space.methods is None:
         leanest = steps[-1][1]
         yield from _steps([("sharded weights", leanest)], search_space.widest, cost)
     if has_host:
-        on_host = AnalyticCost(model=model, cluster=cluster, dtype=dtype, state_on_host=True)
         yield from _steps([("optimizer on host", lean)], search_space.widest, on_host)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,17 @@ class MemoryLimits:
 
 
 def memory_limits(
-    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str, length: int | None = None
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    search_space: SearchSpace,
+    *,
+    dtype: str,
+    length: int | None = None,
+    narrow_gradients: bool = False,
 ) -> MemoryLimits:
     """Find what fits, and what holds a sequence of ``length`` tokens with the least work.
+
+    ``narrow_gradients``: gradients are added up in ``dtype``, not in float32.
 
     Raises:
         InputError: no scheme within the limits has a cost.
@@ -94,18 +103,19 @@ def memory_limits(
             f"a sequence of {length:,} tokens is longer than the {model.max_positions:,} positions that {model.name} "
             f"has learned; give --length {model.max_positions} or less, or a model with rotary positions"
         )
-    cost, num_layers = AnalyticCost(model=model, cluster=cluster, dtype=dtype), model.num_layers
+    price = partial(AnalyticCost, model=model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
+    cost, num_layers = price(), model.num_layers
     asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
     if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < (length or 1):
         search_space = search_space.widest
         candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
     if not length:
-        ladder = memory_ladder(model, cluster, asked, dtype=dtype)
+        ladder = memory_ladder(asked, price(), price(state_on_host=True))
         if not ladder:
             _check_any_fits(candidates, model, cluster)
         return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
-    on_host = AnalyticCost(model=model, cluster=cluster, dtype=dtype, state_on_host=True)
+    on_host = price(state_on_host=True)
     every: list[Candidate] = []
     for priced_by in (cost, on_host)[: 1 + on_host.state_on_host]:
         every += _with_ladder(search_space, priced_by, length)

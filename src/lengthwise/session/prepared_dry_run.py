@@ -66,7 +66,8 @@ class PreparedDryRun:
         """
         table, num_devices = self._table(profile, longest), self.cluster.num_devices
         on_host = is_on_host(self.config.train.offload_state)
-        whole_cost = DualLayerCost(table, cluster=self.cluster, state_on_host=on_host)
+        is_narrow = self.config.optim.optimizer_settings.narrow_gradients
+        whole_cost = DualLayerCost(table, cluster=self.cluster, state_on_host=on_host, narrow_gradients=is_narrow)
         if num_devices == 1 or weights == "whole":
             return whole_cost
         if profile["gather_problem"] and weights == "by-layer":
@@ -79,9 +80,10 @@ class PreparedDryRun:
         units = tuple(profile["unit_params"])
         gather = LayerGatherCost(
             unit_params=units, unit_frozen_bytes=(0,) * len(units), dtype=table.identity.dtype, state_on_host=on_host,
-            has_early_output=profile["has_early_output"], head_units=tuple(profile["head_units"]),
+            narrow_gradients=is_narrow, has_early_output=profile["has_early_output"],
+            head_units=tuple(profile["head_units"]),
         )  # fmt: skip
-        return DualLayerCost(table, cluster=self.cluster, gather=gather, state_on_host=on_host)
+        return whole_cost.with_gather(gather)
 
     def step_request(self, plan: StepPlan, ranks: Sequence[int], *, num_kept: int | None) -> dict[str, Any]:
         """A request to run the step of ``plan`` as ``ranks``.

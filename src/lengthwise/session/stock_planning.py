@@ -30,12 +30,6 @@ class StockLayers:
 def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareOptions:
     """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
     plan = config.plan
-    if config.optim.optimizer_settings.narrow_gradients:
-        raise InputError(
-            f"optim.gradient_dtype=compute: {stock.architecture} is computed by transformers, and its gradients are "
-            "added up in float32 or above; set optim.gradient_dtype=master, or model.implementation=lengthwise where "
-            "this library has the family"
-        )
     if plan.shard_gradients != "none":
         raise InputError(
             f"plan.shard_gradients={plan.shard_gradients}: {stock.architecture} is computed by transformers, whose "

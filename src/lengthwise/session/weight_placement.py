@@ -49,6 +49,7 @@ def place_weights(
         unit_frozen_bytes=structure.unit_frozen_bytes(),
         dtype=cost.table.identity.dtype,
         state_on_host=cost.state_on_host,
+        narrow_gradients=cost.narrow_gradients,
         has_early_output=any(structure.num_layers + 1 in units for units in used[:-1]),
         head_units=tuple(sorted(used[-1])) if used else (),
     )
@@ -62,8 +63,7 @@ def place_weights(
         if options.check:
             size = prepared.world.size
             check_exact(prepared, degrees=sorted({1, min(size, options.max_degree or size)}))
-    gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather, state_on_host=cost.state_on_host)
-    return gathered, partial(gather.num_kept_in, cost.memory_limit_bytes)
+    return cost.with_gather(gather), partial(gather.num_kept_in, cost.memory_limit_bytes)
 
 
 def with_weight_placement(
@@ -72,7 +72,7 @@ def with_weight_placement(
     """The options with weights ``by-layer`` if all weights do not fit a device, and ``whole`` if there is one rank."""
     if world.size == 1:
         return options.model_copy(update={"weights": "whole"})
-    needed = whole_bytes(model, world.size)
+    needed = whole_bytes(model, world.size, narrow_gradients=options.optimizer_settings.narrow_gradients)
     is_by_sequence = options.packing == "never" or labels_sequences(model, options)
     if options.weights != "auto" or needed <= memory_bytes or is_by_sequence or fsdp_modules(model):
         return options
@@ -84,10 +84,12 @@ def with_weight_placement(
     return options.model_copy(update={"weights": "by-layer"})
 
 
-def whole_bytes(model: nn.Module, num_ranks: int) -> float:
+def whole_bytes(model: nn.Module, num_ranks: int, *, narrow_gradients: bool = False) -> float:
     """Bytes on each rank of all weights and gradients, and of its share of master weights, sums and two moments."""
     total = 0.0
     for parameter in model.parameters():
-        master = max(4, parameter.element_size()) if parameter.requires_grad else 0
-        total += parameter.numel() * (parameter.element_size() + master + 4 * master / num_ranks)
+        compute, master = parameter.element_size(), max(4, parameter.element_size())
+        gradient = compute if narrow_gradients else master
+        trained = gradient + (3 * master + gradient) / num_ranks if parameter.requires_grad else 0
+        total += parameter.numel() * (compute + trained)
     return total

@@ -1,5 +1,6 @@
 """`lengthwise memory`: the longest sequence that each scheme holds, and the cheapest scheme for a length."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -13,6 +14,19 @@ Gpus = Annotated[int, typer.Option(min=1, max=shared.MAX_DEVICES, metavar="N", h
 Length = Annotated[
     int | None,
     typer.Option(parser=shared.tokens_from(1), metavar="TOKENS", help="What fits a sequence this long, such as 32K?"),
+]
+
+
+class GradientDtype(StrEnum):
+    """Values of ``--gradient-dtype``."""
+
+    MASTER = "master"
+    COMPUTE = "compute"
+
+
+GradientDtypeOption = Annotated[
+    GradientDtype,
+    typer.Option(help="What gradients are added up in: float32 or above, or the dtype of --dtype."),
 ]
 
 
@@ -30,6 +44,7 @@ def run(
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
+    gradient_dtype: GradientDtypeOption = GradientDtype.MASTER,
     json: shared.Json = False,
 ) -> None:
     """Say what fits a sequence at the least cost, or show the longest sequence, or pack, of every scheme."""
@@ -44,7 +59,10 @@ def run(
     search_space = SearchSpace(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
     )
-    limits = memory_limits(spec, cluster, search_space, dtype=dtype.value, length=length)
+    limits = memory_limits(
+        spec, cluster, search_space, dtype=dtype.value, length=length,
+        narrow_gradients=gradient_dtype is GradientDtype.COMPUTE,
+    )  # fmt: skip
     if json:
         emit_json(limits.to_json())
     else:

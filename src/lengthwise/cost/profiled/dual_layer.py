@@ -117,6 +117,7 @@ class DualLayerCost(SeparableCost):
         cluster: ClusterSpec,
         gather: LayerGatherCost | None = None,
         state_on_host: bool = False,
+        narrow_gradients: bool = False,
     ) -> None:
         """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
@@ -132,8 +133,9 @@ class DualLayerCost(SeparableCost):
                 f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
             )
         super().__init__(
-            model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host
-        )
+            model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host,
+            narrow_gradients=narrow_gradients,
+        )  # fmt: skip
         self.table, self.gather = table, gather
         self.fits: Mapping[tuple[int, Method], DegreeFit] = {
             (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
@@ -141,6 +143,20 @@ class DualLayerCost(SeparableCost):
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
+
+    def with_table(self, table: LayerTable) -> "DualLayerCost":
+        """Return the same costs of another profile of the model."""
+        return DualLayerCost(
+            table, cluster=self.cluster, gather=self.gather, state_on_host=self.state_on_host,
+            narrow_gradients=self.narrow_gradients,
+        )  # fmt: skip
+
+    def with_gather(self, gather: LayerGatherCost) -> "DualLayerCost":
+        """Return the same costs where weights are gathered."""
+        return DualLayerCost(
+            self.table, cluster=self.cluster, gather=gather, state_on_host=self.state_on_host,
+            narrow_gradients=self.narrow_gradients,
+        )  # fmt: skip
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C, on the stage it costs most; c left out.
@@ -304,7 +320,10 @@ class DualLayerCost(SeparableCost):
         if self.gather is not None:
             parts = self.gather.stage_parts(num_devices, scheme.layers_of_stage(stage))
         else:
-            parts = state_parts(self.model, num_devices=num_devices, dtype=self.dtype, on_host=self.state_on_host)
+            parts = state_parts(
+                self.model, num_devices=num_devices, dtype=self.dtype, on_host=self.state_on_host,
+                narrow_gradients=self.narrow_gradients,
+            )  # fmt: skip
         return dict.fromkeys(Moment, parts)
 
     def _find(self, scheme: PipelineConfig) -> tuple[tuple[_StageLayers, ...], ...]:

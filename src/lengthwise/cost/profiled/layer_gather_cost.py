@@ -8,7 +8,7 @@ from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.links import Sent, collectives_s, ring_call_s
-from lengthwise.cost.memory_model import DTYPE_BYTES
+from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes
 
 
 class Moment(StrEnum):
@@ -34,6 +34,8 @@ class LayerGatherCost:
     dtype: str
     state_on_host: bool = False
     """Whether master weights, summed gradients and moments are in host memory."""
+    narrow_gradients: bool = False
+    """Whether gradients are added up in ``dtype``, not in float32."""
     has_early_output: bool = False
     """Whether parameters after the layers are used before the last of them too, so that every stage needs them."""
     head_units: tuple[int, ...] = ()
@@ -41,8 +43,8 @@ class LayerGatherCost:
 
     @property
     def _bytes_per_param(self) -> tuple[int, int]:
-        """The bytes of a weight as it is computed with, and of a gradient or a master weight."""
-        return DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        """The bytes of a weight as it is computed with, and of a gradient."""
+        return DTYPE_BYTES[self.dtype], gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
 
     @property
     def _unit_bytes(self) -> list[int]:
@@ -84,12 +86,12 @@ class LayerGatherCost:
         self, gathered: Iterable[int], with_gradient: Iterable[int], sent: Iterable[int], num_devices: int
     ) -> tuple[int, int, int]:
         """The parts of a state with these units; ``sent``: those whose gradients are on their way to their owners."""
-        compute, master = self._bytes_per_param
+        compute, gradient = self._bytes_per_param
         frozen = sum(self.unit_frozen_bytes[unit] for unit in gathered)
         weights = compute * sum(self.unit_params[unit] for unit in gathered)
-        gradients = master * sum(self.unit_params[unit] for unit in with_gradient)
+        gradients = gradient * sum(self.unit_params[unit] for unit in with_gradient)
         for unit in sent:
-            gradients += master * (self.unit_params[unit] + shard_size(self.unit_params[unit], num_devices))
+            gradients += gradient * (self.unit_params[unit] + shard_size(self.unit_params[unit], num_devices))
         shares = shard_size(sum(self.unit_frozen_bytes), num_devices)
         return weights + frozen + shares, gradients, self._master_bytes(num_devices)
 
@@ -101,26 +103,26 @@ class LayerGatherCost:
 
     def _master_bytes(self, num_devices: int) -> int:
         """Bytes per device of the shares of master weights, summed gradients and two moments."""
-        _, master = self._bytes_per_param
-        return 0 if self.state_on_host else 4 * master * shard_size(sum(self.unit_params), num_devices)
+        per_param = 3 * max(4, DTYPE_BYTES[self.dtype]) + self._bytes_per_param[1]
+        return 0 if self.state_on_host else per_param * shard_size(sum(self.unit_params), num_devices)
 
     def stage_parts(self, num_devices: int, layers: range) -> tuple[int, int, int]:
         """Bytes per device of a stage: weights, gradients, and shares of master weights and what belongs to them."""
-        compute, master = self._bytes_per_param
+        compute, gradient = self._bytes_per_param
         last = len(self.unit_params) - 1
         units = [0, *(layer + 1 for layer in layers)]
         if layers.stop + 1 == last or self.has_early_output:
             units.append(last)
         params, frozen = (sum(sizes[unit] for unit in units) for sizes in (self.unit_params, self.unit_frozen_bytes))
         frozen += shard_size(sum(self.unit_frozen_bytes), num_devices)
-        return compute * params + frozen, master * params, self._master_bytes(num_devices)
+        return compute * params + frozen, gradient * params, self._master_bytes(num_devices)
 
     def micro_batch_s(self, cluster: ClusterSpec) -> float:
         """Seconds of a round: all weights are gathered for the forward and the backward, all gradients reduced."""
-        ranks, (compute, master) = cluster.num_devices, self._bytes_per_param
+        ranks, (compute, gradient) = cluster.num_devices, self._bytes_per_param
         params, others = sum(self.unit_params), (ranks - 1) / ranks
         gathered = compute * params + sum(self.unit_frozen_bytes)
-        sent = Sent(all_gather=2 * gathered * others, reduce_scatter=master * params * others)
+        sent = Sent(all_gather=2 * gathered * others, reduce_scatter=gradient * params * others)
         num_calls = 3 * len(self.unit_params) + 2 * sum(map(bool, self.unit_frozen_bytes))
         return collectives_s(sent, degree=ranks, cluster=cluster) + num_calls * ring_call_s(ranks, cluster)
 

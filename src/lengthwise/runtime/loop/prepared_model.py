@@ -78,7 +78,7 @@ class PreparedModel:
         master weights, summed gradients and optimizer lie in host memory.
 
         Raises:
-            InputError: FSDP2 shards the model, and its state is to lie in host memory.
+            InputError: FSDP2 shards the model, and its state is to lie elsewhere or to have other gradients.
         """
         state: ShardedState | Fsdp2State
         if fsdp_modules(wrapped_model.model):
@@ -86,6 +86,11 @@ class PreparedModel:
                 raise InputError(
                     f"offload_state='host': FSDP2 keeps the state of {type(wrapped_model.model).__name__}; leave it "
                     "out, and give fully_shard an offload_policy=CPUOffloadPolicy(), or do not call fully_shard"
+                )
+            if optimizer.narrow_gradients:
+                raise InputError(
+                    f"gradient_dtype='compute': FSDP2 keeps the gradients of {type(wrapped_model.model).__name__}; "
+                    "leave it out, and give fully_shard a MixedPrecisionPolicy, or do not call fully_shard"
                 )
             state = Fsdp2State(wrapped_model.model, world, optimizer, close=lambda: zero_loss(prepared))
         else:

@@ -30,6 +30,8 @@ def identity_of(run: PreparedModel) -> Identity:
     digest = _digest(run) if len(kinds) == 1 else f"{_digest(run)}, {len(kinds)} kinds of layers"
     if (compiled := run.wrapped_model.compiled) is not None:
         digest += f", compiled by {compiled.backend}"
+    if run.state.settings.narrow_gradients:
+        digest += ", gradients in the dtype of weights"
     dtype = str(run.state.compute_dtype).removeprefix("torch.")
     return Identity(
         model_name=type(model).__name__,
