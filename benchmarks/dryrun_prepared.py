@@ -90,6 +90,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **LLAMA_3, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
 }  # fmt: skip
+WHOLE = ("bloom", "deberta")
+"""Families whose weights cannot be gathered layer by layer; DeBERTa's sequences are each computed by one rank."""
 LARGE = {"llama-8b": (8, 8192), "llama-70b": (16, 12288)}
 """Ranks of the large models, and tokens of each; not the hidden size, or the head's gradient passed for logits."""
 MICRO_BATCHES, SEQUENCES = 2, 4
@@ -132,7 +134,7 @@ class Case:
 
 def cases_of(family: str) -> Iterator[Case]:
     """What is run of a family: degrees, stages, 64K tokens on a rank and 512K on eight; of large models by layer."""
-    both: tuple[HeldWeights, ...] = ("whole", "by-layer")
+    both: tuple[HeldWeights, ...] = ("whole",) if family in WHOLE else ("whole", "by-layer")
     plain = ("", "recompute")
     if family in LARGE:
         for degree, rung in product((1, 8), plain):

@@ -76,6 +76,20 @@ def test_an_encoder_with_a_decoder_is_run_sequence_by_sequence(cli, index, tmp_p
 
 
 @pytest.mark.deep
+def test_nothing_of_a_model_that_packs_would_change_stays_beside_the_one_that_is_run(cli, index, tmp_path, caplog):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    positions = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 512}
+    document = {"architectures": ["DebertaV2ForMaskedLM"], "model_type": "deberta-v2", "vocab_size": 512}
+    document |= sizes | positions | {"mask_token_id": 4, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
+    (tmp_path / "config.json").write_text(json.dumps({**document, "hidden_dropout_prob": 0.0}))
+    code, out, err = cli("dryrun", index, *GIVEN, f"model.hf={tmp_path}", "--rank", 0, "--json")
+    assert code == 0 and "sequence by sequence" in caplog.text + err, err
+    (row,) = json.loads(out)["ranks"]
+    for kind, predicted in row["predicted"]["peak_bytes"].items():
+        assert row["peak_bytes"][kind] == pytest.approx(predicted, rel=0.05), kind
+
+
+@pytest.mark.deep
 def test_a_model_of_images_is_refused(cli, index, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["ViTForImageClassification"], "model_type": "vit"}')
     code, _, err = cli("dryrun", index, *GIVEN, f"model.hf={tmp_path}")

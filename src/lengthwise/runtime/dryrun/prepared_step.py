@@ -168,6 +168,7 @@ def _prepare(
         return prepare(by_sequence=False), ""
     except InputError as error:
         refusal = error.marked
+    gc.collect()  # cycles hold the model that was refused, with its state
     return prepare(by_sequence=True), refusal
 
 
@@ -195,6 +196,7 @@ def _prepare_once(
         trace_model(prepared, labels=LabelConvention())
     except InputError:
         wrapped_model.release()
+        state.release_params()
         raise
     return prepared
 
