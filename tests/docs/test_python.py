@@ -37,7 +37,7 @@ lengths = np.array([len(row) for row in rows])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 IN_A_STEP = """
-run = lw.prepare(model, rows, policy="auto", sequences_per_step=8, steps=1, count_targets=True, check=False)
+run = lw.prepare(model, rows, policy="static", sequences_per_step=8, steps=1, count_targets=True, check=False)
 for step in run.steps():
     for micro_batch in step:
         class Once:

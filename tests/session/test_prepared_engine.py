@@ -31,7 +31,7 @@ def engine_of(**options):
     as_started_by_torchrun()
     run = lw.prepare(
         gpt2().train(), models.rows(), cost=models.mixed_cost(), memory_gib=40, sequences_per_step=8, steps=9,
-        verbose=False, **options,
+        verbose=False, **{"policy": "dcp-intra"} | options,
     )  # fmt: skip
     return run, PreparedEngine(run, validation=run.collator)
 
