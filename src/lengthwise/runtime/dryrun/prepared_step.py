@@ -18,6 +18,7 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.dryrun.engine_step import LabelledState, PlannedTokens, RecordedClock, document_of, fake_rank
 from lengthwise.runtime.dryrun.recorder import Recorder
+from lengthwise.runtime.loop import update_reports
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
@@ -144,6 +145,7 @@ class _RunOfOneRank(Run):
         """Start the step of ``plan`` with one target counted: those of other stages are not heard of."""
         step = super().begin_step(plan, clock, attempt=attempt)
         step._weighing.num_targets = 1
+        cast(Any, update_reports).not_computed = lambda reports, plan: ""  # others' reports are copies of this rank's
         return step
 
 

@@ -73,6 +73,11 @@ def disagreement_of(reports: RankReports, plan: StepPlan) -> str:
             f"{ranks_text(differing)} share sequences, but read other tokens or labels for them; give every rank the "
             "same corpus, whose items are the same whenever they are read"
         )
+    return not_computed(reports, plan)
+
+
+def not_computed(reports: RankReports, plan: StepPlan) -> str:
+    """Which sequences of ``plan`` had no backward on any rank; an empty string: all had theirs."""
     computed, planned = (sum(reports.column(15)), sum(reports.column(16))), num_planned(plan)
     if computed != planned:
         return (
