@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import pytest
 from hypothesis import settings
 
 # One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
@@ -30,3 +31,11 @@ def pytest_collection_finish() -> None:
     """Leave what was imported to itself: garbage collections would look at millions of objects again and again."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Leave what is left of a file to itself too: trainers of others collect garbage whenever they begin and end."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
