@@ -96,6 +96,7 @@ WAYS = (
 def rank(number: int, store: str, out: str, backend: str) -> None:
     """Train in all ways in turn, step by step, as one rank."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{store}-kernels-{number}"  # none of an earlier run, or of the other rank
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=RANKS)
     allow_shapes(4 * len(SHAPES))

@@ -22,6 +22,7 @@ def test_two_ranks_train_what_the_leanest_method_alone_holds_by_costs_learned_fr
         f"data.index={runs.make_corpus(tmp_path / 'corpus')}", "data.order=sorted", "data.max_length=1200",
         "data.over_length=split", "data.sequences_per_step=8", "train.steps=6", "model.num_layers=2",
         "plan.policy=paradyse", f"plan.methods=[{','.join(METHODS)}]", "plan.recompute=none", "cluster.name=2xcpu",
+        "plan.tile_tokens=0",
     ]  # fmt: skip
     shared = ["--degree", 2, "--methods", "megatron_ts,metp", "--lengths", "quantiles:4", "--repeats", 1]
     profiled = runs.lengthwise("profile", *own, *shared, "--out", tmp_path / "profile.json", "--json")
@@ -44,11 +45,12 @@ def test_two_ranks_train_what_the_leanest_method_alone_holds_by_costs_learned_fr
     done = runs.lengthwise("train", *own, *limits, "--nproc", 2)
     assert "failed" not in done.stderr
     folder = RunFolder(tmp_path / "run")
-    used = {
-        method for plan in folder.read_plans().values() for pipeline in plan.pipelines
-        for micro_batch in pipeline.micro_batches for method in micro_batch.methods or pipeline.scheme.methods
+    mixes = {
+        micro_batch.methods or pipeline.scheme.methods for plan in folder.read_plans().values()
+        for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches
     }  # fmt: skip
-    assert Method.METP in used <= set(METHODS)
+    assert (Method.METP,) * 2 in mixes and {method for mix in mixes for method in mix} == set(METHODS)
+    assert any(len(set(mix)) == 2 for mix in mixes), "layers of one micro-batch have different methods"
     assert {plan.policy for plan in folder.read_plans().values()} == {"paradyse"}
     losses = [row["loss/avg"] for row in folder.read_metrics()]
     assert len(losses) == 6 and losses[-1] < losses[0]

@@ -74,6 +74,13 @@ def test_padding_is_filled_and_has_no_label():
     assert set(pad([[5]], mask=None)) == {"input_ids", "labels"}
 
 
+@pytest.mark.parametrize("dtype", [">f2", ">f4", "<f8"])
+def test_arrays_of_any_order_of_bytes_are_padded(dtype):
+    rows = [np.arange(6, dtype=dtype).reshape(2, 3), np.ones((4, 3), dtype)]
+    batch = pad(rows)["inputs_embeds"]
+    assert batch.shape == (2, 4, 3) and batch[0, :2].tolist() == rows[0].tolist()
+
+
 @pytest.mark.parametrize("name", ["inputs_embeds", "input_features"])
 def test_features_are_padded_with_zeros_under_their_name(name):
     rows = [np.ones((3, 2), dtype=np.float32), torch.full((1, 2), 2.0)]
@@ -114,6 +121,10 @@ def test_tokens_attend_to_those_of_their_row_and_padding_to_itself(causal):
         ([torch.ones(2, 3), torch.ones(2, 3).half()], {}, "row 1 has 3 features a token in torch.float16"),
         ([torch.ones(2, 3), [1, 2]], {}, r"row 1 has features of shape \[2\] in torch.int64; give numbers \[T, E\]"),
         ([torch.ones(2, 3), torch.ones(0, 3)], {}, r"row 1 has features of shape \[0, 3\]"),
+        ([np.ones((2, 3), np.longdouble)], {}, "row 0 has features in float128, which torch does not have"),
+        ([np.ones((2, 3), complex)], {}, r"row 0 is complex128 of shape \[2, 3\]; a row is token ids \[T\] or float"),
+        ([torch.ones(2, 3, 4)], {}, r"row 0 is float32 of shape \[2, 3, 4\]; a row is"),
+        ([torch.ones(2, 3, dtype=torch.bool)], {}, r"row 0 is bool of shape \[2, 3\]; a row is"),
         ([{"x": torch.ones(2, 3), "labels": [1]}], {}, r"2 tokens and labels of shape \[1\]; give one for each"),
         ([{"x": torch.ones(1, 3), "labels": [1]}, {"x": torch.ones(1, 3)}], {}, "row 1 and the first differ"),
     ],

@@ -112,6 +112,11 @@ def _stack(columns: Sequence[torch.Tensor], size: tuple[int, int], fill: int) ->
 
 def _tokens_of(number: int, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels of a row."""
+    if getattr(row, "ndim", 1) > 1:
+        raise InputError(
+            f"row {number} is {str(row.dtype).removeprefix('torch.')} of shape {list(row.shape)}; a row is token ids "
+            "[T] or floating-point features [T, E]"
+        )
     try:
         values = ItemColumns(ExpectedColumns(ignore_index=IGNORED, splits_rows=False)).read(number, row)
     except InputError as error:
@@ -123,15 +128,33 @@ def _tokens_of(number: int, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _name_of_features(row: Any) -> str | None:
     """The name of the column of feature vectors; None where rows are tokens."""
     for name, value in row.items() if isinstance(row, Mapping) else [("inputs_embeds", row)]:
-        if getattr(value, "ndim", 0) == 2 and torch.as_tensor(value).is_floating_point():
+        kind = getattr(getattr(value, "dtype", None), "kind", None)  # of an array
+        if getattr(value, "ndim", 0) == 2 and (kind == "f" if kind else torch.as_tensor(value).is_floating_point()):
             return str(name)
     return None
+
+
+def _as_tensor(number: int, value: Any) -> torch.Tensor:
+    """Features as a tensor, in this machine's order of bytes.
+
+    Raises:
+        InputError: torch has no such numbers.
+    """
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError) as error:
+        dtype = getattr(value, "dtype", type(value).__name__)
+        raise InputError(
+            f"row {number} has features in {dtype}, which torch does not have; give float16, float32 or float64"
+        ) from error
 
 
 def _features_of(name: str, number: int, row: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Features and labels of a row."""
     value, labels = (row.get(name), row.get("labels")) if isinstance(row, Mapping) else (row, None)
-    features = torch.as_tensor(value) if value is not None else torch.empty(0)
+    features = _as_tensor(number, value) if value is not None else torch.empty(0)
     if features.ndim != 2 or not features.is_floating_point() or not features.numel():
         raise InputError(
             f"row {number} has features of shape {list(features.shape)} in {features.dtype}; give numbers [T, E] of at "

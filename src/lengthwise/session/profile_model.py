@@ -61,7 +61,7 @@ def packs_to_measure(
     packs = packs_of(chosen, max(max_tokens or 0, *chosen))
     if len(packs) < MIN_ROWS:
         raise InputError(
-            f"--lengths {lengths} makes {len(packs)} packs to measure, and a fit needs {MIN_ROWS}; name at least two "
+            f"--lengths {lengths} gives {len(packs)} different packs to measure, a fit needs {MIN_ROWS}; name two "
             "lengths, such as --lengths 1024,8192"
         )
     return packs
