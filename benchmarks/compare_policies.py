@@ -23,7 +23,7 @@ FIRST = (
     "**Simulated**, not measured on GPUs: every policy plans the same global batches, the simulator runs the plans "
     "under closed-form costs of 80 GB H100s in nodes of 8. Lengths are synthetic, made to match what papers say of "
     "their data. All policies have the same pool of schemes: every degree, up to 8 stages, any number of recomputed "
-    "layers by eighths, activations and optimizer on the host where that pays, methods ulysses, ring, megatron_ts, "
+    "layers, activations and optimizer on the host where that pays, methods ulysses, ring, megatron_ts, "
     "megatron_cz, ulysses_z and metp; each takes from it what its paper uses."
 )
 BASELINES = ("padded", "static", "bucket", "packed")
