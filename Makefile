@@ -40,12 +40,19 @@ build: $(STAMP)
 	mkdir -p build/dist
 	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('build/dist'); b.build_wheel('build/dist')"
 
-# Every page of simulated numbers; some twenty minutes of one core. With ARGS=--check nothing is written, and stale rows fail.
+# Every page of simulated numbers; an hour of one core. With ARGS=--check nothing is written, and stale rows of the first
+# four fail, in some twenty minutes.
 pages: $(STAMP)
 	$(BIN)/python benchmarks/paper_tables.py $(ARGS)
 	$(BIN)/python benchmarks/compare_policies.py $(ARGS)
 	$(BIN)/python benchmarks/calibration.py $(ARGS)
 	$(BIN)/python benchmarks/figures $(ARGS)
+ifeq ($(ARGS),)
+	$(BIN)/python benchmarks/policy_grid.py --cells 210 --steps 2
+	$(BIN)/python benchmarks/step_size.py
+	$(BIN)/python benchmarks/planning.py --only scale,policies,assignments --rewrite
+	$(BIN)/python tools/step_timelines.py
+endif
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/demo_policies.py
