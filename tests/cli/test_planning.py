@@ -209,3 +209,6 @@ def test_the_same_profile_may_be_fitted_or_learned(cli, lengths, tmp_path):
         assert (document["cost_error"] is None) == (cost == "hybrid")
     assert times_s["fitted"] != times_s["hybrid"]
     assert times_s["fitted"] == pytest.approx(times_s["hybrid"], rel=0.5)
+    own.remove(f"plan.profile={tmp_path / 'profile.json'}")
+    code, _, err = cli("plan", *arguments(lengths, *own, "plan.cost=hybrid"), "--steps", 1)
+    assert code == 2 and "plan.cost=hybrid: such costs are learned from a profile, and there is none" in err

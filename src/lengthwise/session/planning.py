@@ -143,9 +143,15 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> Separabl
     """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
 
     Raises:
-        InputError: the profile is of another model, device, dtype or recompute setting.
+        InputError: the profile is of another model, device, dtype or recompute setting; or costs are to be learned
+            and there is none.
     """
     plan, is_narrow = config.plan, config.optim.optimizer_settings.narrow_gradients
+    if not plan.profile and plan.cost != "fitted":
+        raise InputError(
+            f"plan.cost={plan.cost}: such costs are learned from a profile, and there is none; set plan.profile to a "
+            "file that lengthwise profile has made, or leave plan.cost out"
+        )
     if not plan.profile:
         return AnalyticCost(
             model=spec,
