@@ -26,11 +26,6 @@ def test_options_that_contradict_each_other_are_refused():
         read_options({"form_batches": True, "policy": "auto"})
     with pytest.raises(InputError, match=r"plan\.form_batches: the policy packed takes batches as they come"):
         check({"plan": {"form_batches": True, "policy": "packed"}})
-    for given, told in (({"g_min": 2, "g_max": 1}, "g_min=2, not 1"), ({"g_min": 7}, "g_min=7, not 5")):
-        with pytest.raises(InputError, match=rf"plan\.g_max: must be at least {told}"):
-            check({"plan": given})
-        with pytest.raises(InputError, match="g_max: must be at least " + told.split(",")[0]):
-            read_options(given)
 
 
 def test_a_mistake_is_found_before_the_corpus_is_read():

@@ -319,7 +319,7 @@ def test_lengths_to_profile_are_listed_or_quantiles_of_the_data(tmp_path):
     assert singles == [32, 251, 501, 751, 1000]
     assert len([pack for pack in packs_to_measure(config, "quantiles") if len(pack) == 1]) == 8
     for words, problem in {
-        "many": "is no list of lengths", "16,64": "is no list of lengths", "64": "at least two lengths",
+        "many": "is no list of lengths", "16,64": "is no list of lengths", "64": "name two lengths",
         "quantiles:1": "number of quantiles is from 2",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=problem):

@@ -107,7 +107,7 @@ class PolicySettings(Settings):
     g_min: int = Field(default=1, ge=1, le=1 << 20)
     """With form_batches: where no group accumulates as many micro-batches, every group's number is multiplied until one
     does (DCP's G_min)."""
-    g_max: int = Field(default=5, ge=1, le=1 << 20, validate_default=True)
+    g_max: int = Field(default=5, ge=1, le=1 << 20)
     """With form_batches, the number of micro-batches that the slowest group accumulates at most (DCP's G_max)."""
     memory_margin: float | None = Field(default=None, ge=0, lt=1)
     """The share of each device's memory that plans leave free for fragmentation and workspaces, beside what the
@@ -124,13 +124,6 @@ class PolicySettings(Settings):
         if form_batches and policy not in (None, "dcp-inter", "dcp-intra"):
             raise ValueError(f"the policy {policy} takes batches as they come; use dcp-intra or dcp-inter")
         return form_batches
-
-    @field_validator("g_max")
-    @classmethod
-    def _check_accumulation_range(cls, g_max: int, info: ValidationInfo) -> int:
-        if g_max < (g_min := info.data.get("g_min", 1)):
-            raise ValueError(f"must be at least g_min={g_min}")
-        return g_max
 
 
 class MemorySetting(Settings):
