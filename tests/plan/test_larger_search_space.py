@@ -99,6 +99,16 @@ def test_tiles_make_no_plan_of_three_equal_sequences_slower():
     assert more_s <= fewer_s * SAME
 
 
+def test_few_short_sequences_are_planned_alike_whatever_baselines_are_tuned_to():
+    lengths = np.array([560, 479, 587, 212, 512])
+    samples = [lengths_of("two-humped", np.random.default_rng(k), tokens=32_768, longest=32_768) for k in range(32)]
+    more_s, fewer_s = (
+        time_s(problem_of("transformer-2d-1.2b", "4x1xH100-80GB", space, longest=32_768, samples=samples), lengths)
+        for space in (EVERYTHING, replace(EVERYTHING, methods=(Method.RING,)))
+    )
+    assert more_s <= fewer_s * SAME
+
+
 def test_tiles_displace_no_level_of_recompute_that_is_faster_at_some_lengths():
     lengths = np.array([9483, 8399, 1541, 8641, 13899, 4239])
     spaces = EVERYTHING, replace(EVERYTHING, tile_tokens=0)

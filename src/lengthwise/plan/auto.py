@@ -131,6 +131,7 @@ class AutoPolicy:
                     drafts.append((draft, draft_s))
                     best_s = min(best_s, draft_s)
         assert drafts, "some policy holds every sequence that the search space holds"
+        drafts += _unpadded(priced, drafts)
         if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
             drafts += _repacked(priced, drafts)
         drafts = self._improved(priced, drafts)
@@ -227,6 +228,18 @@ def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) ->
         DraftPlan(phases=tuple([repacked(priced, phase) for phase in draft.phases]))
         for draft, draft_s in drafts
         if draft_s <= near_s
+    ]
+    return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
+
+
+def _unpadded(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
+    """The draft plans that pad and are nearly the fastest, with the same packs and no padding, and their seconds."""
+    near_s = _least_s(drafts) * NEARLY
+    near = [draft.phases for draft, draft_s in drafts if draft_s <= near_s]
+    anew = [
+        DraftPlan(phases=tuple([tuple([replace(pipeline, padded_to=(), rows=0) for pipeline in p]) for p in phases]))
+        for phases in near
+        if any(pipeline.padded_to for phase in phases for pipeline in phase)
     ]
     return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
 

@@ -178,10 +178,21 @@ def drafts_of_step(
     for strategy in sorted(promising, key=lambda strategy: promising[strategy]):
         if promising[strategy] >= limit_s * HARDLY:
             break
-        draft = runs.of(priced, DraftPlan(phases=(strategy.planned(priced)[0],)))
-        drafts.append((draft, time_s(priced, draft)))
-        limit_s = min(limit_s, drafts[-1][1])
+        phase = strategy.planned(priced)[0]
+        phases = [phase] if all(pipeline.candidate.num_stages == 1 for pipeline in phase) else [phase, _alone(phase)]
+        for option in phases:
+            draft = runs.of(priced, DraftPlan(phases=(option,)))
+            drafts.append((draft, time_s(priced, draft)))
+            limit_s = min(limit_s, drafts[-1][1])
     return drafts
+
+
+def _alone(phase: Phase) -> Phase:
+    """The same pipelines with every sequence in a pack of its own: many short passes leave stages less idle."""
+    return tuple(
+        replace(pipeline, packs=tuple([(position,) for pack in pipeline.packs for position in pack]), runs=())
+        for pipeline in phase
+    )
 
 
 def rungs(
