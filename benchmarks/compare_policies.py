@@ -146,6 +146,7 @@ def ratios(matches: Sequence[Match]) -> Section:
         "bubbles and waits under `auto`. *Gap*: its predicted time over a bound that no plan of the whole pool beats, "
         "median. *Planning*: one step, one core. Empty: refused, see below.",
         head=("setting", "best baseline", *PUBLISHED, "idle", "gap", "planning"),
+        measured=("planning",),
         rows=rows,
         goals=(
             Goal(
@@ -205,6 +206,7 @@ def weak_scaling(matches: Sequence[Match]) -> Section:
             "setting", "GPUs", "tokens a step", "tokens/s per GPU, `auto`", "over the fewest GPUs",
             "over the best baseline", "over hydraulis", "idle", "gap", "planning",
         ),
+        measured=("planning",),
         rows=rows,
     )  # fmt: skip
 
