@@ -13,6 +13,7 @@ from lengthwise.plan.dcp.dcp import usable_candidates
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.finer_recompute import between, next_fewer
 from tests.plan.brute_force import BruteForce
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
@@ -62,12 +63,22 @@ def planned(policy, seed, candidates_of, *, hides=False, **options):
 
 
 def everything(problem):
-    return [*problem.candidates, *mixed_candidates(problem)]
+    return with_all_levels([*problem.candidates, *mixed_candidates(problem)])
+
+
+def usable(problem):
+    return with_all_levels(usable_candidates(problem))
+
+
+def with_all_levels(candidates):
+    """These, and those that recompute any number of layers between two of them, as packs of plans may."""
+    finer = [level for more, fewer in next_fewer(candidates).items() for level in between(fewer, more)]
+    return [*candidates, *finer]
 
 
 SPACES = {
     "hydraulis": (published_space, {}, 24),
-    "dcp-intra": (usable_candidates, {"most_phases": 2}, 40),
+    "dcp-intra": (usable, {"most_phases": 2}, 40),
     "auto": (everything, {"most_phases": 2, "may_idle": True}, 16),
 }
 MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1.005, 1.05)}
