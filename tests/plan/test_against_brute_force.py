@@ -86,7 +86,7 @@ MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1
 
 
 DEALT_BY_EIGHTHS = 1.15
-"""The worst of `dcp-intra`: packs are dealt as if layers were recomputed by eighths; the optimum recomputes any number."""
+"""The worst of `dcp-intra`, which deals packs as if by eighths; the optimum recomputes any number of layers."""
 
 
 @pytest.mark.parametrize("policy", SPACES)
