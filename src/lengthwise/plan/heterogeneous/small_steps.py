@@ -188,7 +188,7 @@ def drafts_of_step(
 
 
 def _alone(phase: Phase) -> Phase:
-    """The same pipelines with every sequence in a pack of its own: many short passes leave stages less idle."""
+    """Give every sequence a pack of its own: many short passes leave stages less idle."""
     return tuple(
         replace(pipeline, packs=tuple([(position,) for pack in pipeline.packs for position in pack]), runs=())
         for pipeline in phase
