@@ -58,9 +58,10 @@ def policies(*, quick: bool) -> Section:
     return Section(
         title="Policies beside the optimum of their own space",
         text="Random problems of 2 to 4 devices, up to 2 stages, no recompute or up to 4 layers of 4, 2 to 5 "
-        "sequences; coefficients a, b, c, communication, memory and update drawn. The optimum is over every strategy, "
-        "every dispatch and every packing, in one phase, of `dcp-intra` and `auto` also in two; under `auto` devices may "
-        "be idle, and layers mixed. Seconds above it are of whole steps. *Tuned on*: planners were mended by these cases.",
+        "sequences; coefficients a, b, c, communication, memory and update drawn. The optimum is over every "
+        "strategy, every dispatch and every packing, in one phase, of `dcp-intra` and `auto` also in two; under "
+        "`auto` devices may be idle, and layers mixed. Seconds above it are of whole steps. *Tuned on*: planners were "
+        "mended by these cases.",
         head=(
             "policy",
             "cases",
