@@ -85,10 +85,6 @@ MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1
 """Planned time over the optimum: mean and worst."""
 
 
-DEALT_BY_EIGHTHS = 1.15
-"""The worst of `dcp-intra`, which deals packs as if by eighths; the optimum recomputes any number of layers."""
-
-
 @pytest.mark.parametrize("policy", SPACES)
 def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
     candidates_of, options, cases = SPACES[policy]
@@ -117,10 +113,12 @@ def test_the_bound_holds_where_passes_hide_a_part_of_the_update():
 @pytest.mark.parametrize("policy", SPACES)
 def test_hundreds_of_plans_are_near_the_optimum_of_their_space(policy):
     candidates_of, options, _ = SPACES[policy]
+    if policy == "dcp-intra":
+        candidates_of = usable_candidates  # by which it deals packs; each then recomputes as few layers as it can
     results = [planned(policy, seed, candidates_of, **options) for seed in range(250)]
     ratios = [plan.time_s / best_s for plan, best_s in filter(None, results)]
     assert len(ratios) > 200
-    assert fmean(ratios) < 1.005 and max(ratios) < (DEALT_BY_EIGHTHS if policy == "dcp-intra" else 1.05)
+    assert fmean(ratios) < 1.005 and max(ratios) < 1.05
 
 
 METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.ULYSSES_Z)

@@ -82,10 +82,8 @@ class AutoPolicy:
 
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
-        self.bound, self.runs = (
-            SearchSpaceBound(problem, self.candidates, any_recompute=True),
-            FastestRuns(self.candidates),
-        )
+        self.bound = SearchSpaceBound(problem, self.candidates, any_recompute=True)
+        self.runs = FastestRuns(self.candidates)
         self.others = others
         self.parts = parts_of(problem.candidates)
         families = [families_of(problem, part) for part in holding(self.parts, problem.max_length)]
