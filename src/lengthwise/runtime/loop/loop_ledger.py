@@ -29,14 +29,13 @@ class LoopLedger:
         """Take the sequences of a step that is over."""
         sequences, tokens = num_planned(plan)
         if is_skipped:
-            self.skipped_steps, self.skipped_sequences = self.skipped_steps + 1, self.skipped_sequences + sequences
+            self.skipped_steps += 1
+            self.skipped_sequences += sequences
             self.skipped_tokens += tokens
         else:
-            self.updates, self.sequences, self.tokens = (
-                self.updates + 1,
-                self.sequences + sequences,
-                self.tokens + tokens,
-            )
+            self.updates += 1
+            self.sequences += sequences
+            self.tokens += tokens
 
     def state_dict(self) -> dict[str, int]:
         """The counts by name."""
