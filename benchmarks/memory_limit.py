@@ -103,11 +103,16 @@ def attempt(side: str, length: int, num_ranks: int, budget_bytes: int) -> tuple[
 
 
 def longest(side: str, num_ranks: int, budget_bytes: int, *, first: int) -> tuple[int, float, float]:
-    """The longest sequence that fits, in steps of an eighth of a power of two, its loss and its seconds."""
+    """The longest sequence that fits, in steps of an eighth of a power of two, its loss and its seconds.
+
+    Of the whole ladder, only ``first`` is tried: longer ones would take minutes each.
+    """
     length, best = first, (0, 0.0, 0.0)
     while (outcome := attempt(side, length, num_ranks, budget_bytes)) is not None:
         best = (length, *outcome)
         print(side, num_ranks, *best, flush=True)
+        if side == LADDER:
+            break
         length += 1 << max(0, length.bit_length() - 4)
     return best
 
