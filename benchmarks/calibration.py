@@ -4,7 +4,8 @@
 
 Fits three constants of each chip (shares of the peak of products and of attention, and how much of moved weights
 computation does not hide) and one of all chips (how often activations cross the memory) to all systems, then to all but
-one, which it predicts. Some seconds on one core; no GPU.
+one, which it predicts. Rows that came later are predicted by presets. Peak memory is compared as published.
+Some seconds on one core; no GPU.
 """
 
 import argparse
@@ -13,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 
 import numpy as np
-from calibration_rows import SOURCES, Columns, Constants, Row, read_rows, why_not_scored
+from calibration_later import OFF, blackwell_sections, later_sections, percent, reason, shipped, summary
+from calibration_memory import memory_sections
+from calibration_models import SOURCES
+from calibration_rows import read_rows, why_not_scored
+from calibration_run import Columns, Constants, Row
 from pages import Section, at_most, check, say, write
 from scipy.optimize import differential_evolution, least_squares
-
-from lengthwise.core.device_spec import DEVICES
 
 ATTENTION = {"A100": 0.615, "H100": 0.495}
 """Shares of the peak as published: FlashAttention-2 reaches 50 to 73 % of an A100's and 35 % of an H100's, where
@@ -29,8 +32,6 @@ PASSES_PRIOR = 2e-4
 """The same of ``activation_passes``, which all chips share."""
 UNCALIBRATED = Constants(matmul_share=0.7, activation_passes=0.0, attention_share=0.55, exposed_share=0.0)
 """What every device had before."""
-OFF = 0.25
-"""Relative error of a row that is explained."""
 
 
 def start_of(chip: str) -> Constants:
@@ -74,17 +75,6 @@ def _constants(logs: np.ndarray) -> dict[str, Constants]:
     }
 
 
-def shipped(chip: str) -> Constants:
-    """The constants that the chip's presets have."""
-    device = DEVICES[f"{chip}-80GB"]
-    return Constants(
-        matmul_share=device.matmul_share,
-        activation_passes=device.activation_passes,
-        attention_share=device.attention_share,
-        exposed_share=device.overlap_slowdown,
-    )
-
-
 def best_worst(rows: Sequence[Row]) -> Constants:
     """The constants of one chip of the least worst error over ``rows``, which they are fitted to."""
     columns, names = Columns.of(rows), [field.name for field in fields(Constants)]
@@ -105,19 +95,6 @@ def left_out_errors(rows: Sequence[Row]) -> np.ndarray:
             if mine:
                 left_out[mine] = Columns.of([rows[place] for place in mine]).errors(constants[chip])
     return left_out
-
-
-def reason(row: Row, rows: Sequence[Row], error: float) -> str:
-    """Why a row is likely to be off."""
-    if why := why_not_scored(row, rows):
-        return why
-    return "a framework slower than its peers" if error > 0 else "faster than its peers"
-
-
-def summary(values: np.ndarray) -> tuple[str, str, str]:
-    """Median, ninth decile and worst of absolute errors."""
-    size = np.abs(values)
-    return tuple(f"{100 * value:.0f} %" for value in (np.median(size), np.quantile(size, 0.9), size.max()))
 
 
 def chip_sections(rows: Sequence[Row], fitted: Constants, left_out: np.ndarray) -> list[Section]:
@@ -160,7 +137,7 @@ def chip_sections(rows: Sequence[Row], fitted: Constants, left_out: np.ndarray) 
         rows=systems,
     )
     off = [
-        (row.system, row.device.name, row.num_devices, row.label, f"{100 * error:+.0f} %", reason(row, rows, error))
+        (row.system, row.device.name, row.num_devices, row.label, percent(error), reason(row, rows, error))
         for row, error in zip(rows, left_out)
         if abs(error) > OFF
     ]
@@ -194,7 +171,7 @@ def chip_sections(rows: Sequence[Row], fitted: Constants, left_out: np.ndarray) 
                 row.num_devices,
                 row.label,
                 f"{row.tokens_per_s:,.0f}",
-                f"{100 * error:+.0f} %",
+                percent(error),
                 row.source,
             )
             for row, error in zip(rows, shipped_errors)
@@ -213,11 +190,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page has other numbers")
     options = parser.parse_args()
-    rows = read_rows()
+    every = read_rows()
+    rows = [row for row in every if row.is_first]
     fitted, left_out, sections = fit(rows), left_out_errors(rows), []
     for chip in CHIPS:
         mine = np.array([row.chip == chip for row in rows])
         sections += chip_sections([row for row in rows if row.chip == chip], fitted[chip], left_out[mine])
+    sections += [*later_sections(every), *blackwell_sections(every), *memory_sections(read_rows(with_speed=False))]
     sections.append(Section(title="Sources", text="", head=("source", "address"), rows=list(SOURCES.items())))
     if options.check:
         check("calibration", sections)

@@ -31,14 +31,32 @@ def calibration():
 
 
 @pytest.fixture(scope="module")
-def rows(calibration):
+def every(calibration):
     return calibration.read_rows()
 
 
-def test_every_row_has_a_source_and_there_are_enough_of_each_chip(calibration, rows):
+@pytest.fixture(scope="module")
+def rows(every):
+    """Those that presets are fitted to."""
+    return [row for row in every if row.is_first]
+
+
+@pytest.fixture(scope="module")
+def later(every):
+    return [row for row in every if not row.is_first]
+
+
+@pytest.fixture(scope="module")
+def memory(calibration):
+    import calibration_memory
+
+    return calibration_memory
+
+
+def test_every_row_has_a_source_and_there_are_enough_of_each_chip(calibration, rows, later):
     published = [row for row in rows if row.system != "hydraulis"]
-    assert len(published) >= 60
-    assert {row.source for row in rows} == set(calibration.SOURCES)
+    assert min(len(published), len(later)) >= 60
+    assert {row.source for row in calibration.read_rows(with_speed=False)} == set(calibration.SOURCES)
     assert all(len({row.system for row in published if row.chip == chip}) >= 3 for chip in ("A100", "H100"))
 
 
@@ -100,11 +118,11 @@ def test_presets_are_what_is_fitted_to_all_rows(calibration, rows):
 
 
 def test_a_row_is_linear_in_the_reciprocals_of_the_shares(calibration, rows):
-    """What a fit takes for a prediction is what costs with its constants say."""
+    """What a fit takes for a prediction is what costs with its constants say, of pipelines too."""
     constants = calibration.Constants(matmul_share=0.5, activation_passes=7.0, attention_share=0.3, exposed_share=0.2)
     for row in rows:
         if row.system == "hydraulis":
-            cost = AnalyticCost(model=row.model, cluster=row._cluster(constants.on(row.device)))
+            cost = AnalyticCost(model=row.model, cluster=row.cluster(constants.on(row.device)))
             seconds = cost.time_s(row.lengths, row.scheme) * row.scheme.num_stages
             assert row.predicted(constants) == pytest.approx(row.device_tokens / seconds, rel=1e-6)
 
@@ -112,7 +130,7 @@ def test_a_row_is_linear_in_the_reciprocals_of_the_shares(calibration, rows):
 def test_weights_that_move_cost_the_longer_time_and_a_share_of_the_shorter(calibration, rows):
     """Nothing hidden: the sum of both; all hidden: the longer; gradients in float32 move a third more than half."""
     row = next(row for row in rows if row.num_devices == 64 and row.label.startswith("mpt-70b, 2,048 x 2"))
-    *_, moved_s, update_s = row.parts
+    moved_s, update_s = row.parts[4], row.parts[-1]
     constants = calibration.shipped("A100")
     hidden_s, sum_s = (
         row.device_tokens / row.predicted(replace(constants, exposed_share=share)) for share in (0.0, 1.0)
@@ -125,3 +143,75 @@ def test_weights_that_move_cost_the_longer_time_and_a_share_of_the_shorter(calib
 def test_nine_of_ten_predictions_are_within_the_error_that_the_preset_states(calibration, rows, chip, device):
     missed = np.abs([row.error(calibration.shipped(chip)) for row in rows if row.chip == chip])
     assert np.quantile(missed, 0.9) == pytest.approx(DEVICES[device].speed_error, abs=0.01)
+
+
+def test_systems_that_presets_have_not_seen_are_predicted_in_the_median(calibration, every, later):
+    """None of these was fitted to; what is far off has its reason on the page."""
+    runs = [row for row in later if row.chip != "B200" and not calibration.why_not_scored(row, every)]
+    missed = np.abs([row.error(calibration.shipped(row.chip)) for row in runs])
+    assert len({row.system for row in runs}) >= 9 and len(runs) >= 75
+    assert np.median(missed) <= MEDIAN / 2 and np.mean(missed <= WORST) >= 0.9
+    of_nvidia = [abs(row.error(calibration.shipped("H100"))) for row in runs if row.system == "nemo"]
+    assert len(of_nvidia) == 38 and max(of_nvidia) <= 0.08
+
+
+def test_blackwell_has_the_share_of_products_that_is_fitted_to_its_rows(calibration, every):
+    from calibration_later import blackwell_rows, fit_products
+
+    mine = blackwell_rows(every)
+    fitted = fit_products(mine)
+    assert len(mine) == 9 and {row.device.name for row in mine} == {"GB200-186GB"}
+    for name in ("B200-180GB", "GB200-186GB"):
+        assert DEVICES[name].matmul_share == pytest.approx(fitted.matmul_share, abs=ROUNDED)
+    assert max(abs(row.error(calibration.shipped("B200"))) for row in mine) <= 0.05
+
+
+def test_stages_of_several_parts_wait_less(later):
+    row = next(row for row in later if row.chunks == 5 and row.num_devices == 64)
+    assert row.waits == pytest.approx(1 + 3 / 5 / 64)
+    whole = replace(row, chunks=1)
+    assert whole.waits == pytest.approx(1 + 3 / 64) and whole.parts[0] / row.parts[0] == pytest.approx(
+        whole.waits / row.waits
+    )
+
+
+def test_ranks_that_share_tokens_beside_tensors_divide_what_tokens_cost(later):
+    row = next(row for row in later if row.context == 2 and row.scheme.degree == 4)
+    alone = replace(row, context=1)
+    assert row.parts[0] == pytest.approx(alone.parts[0] / 2) and row.device_tokens == alone.device_tokens / 2
+    assert row.parts[3] > alone.parts[3] / 2  # launches are not shared
+
+
+def test_what_runs_beneath_products_is_moved_from_rest(later):
+    row = next(row for row in later if row.is_overlapped and row.scheme.degree == 8 and row.scheme.num_stages > 1)
+    bare = replace(row, is_overlapped=False)
+    assert row.parts[3] < bare.parts[3] and row.parts[4] > bare.parts[4]
+    sum_s = {name: sum(one.parts[:5]) for name, one in (("row", row), ("bare", bare))}
+    handed_s = row._sent_s[1]
+    assert sum_s["row"] - sum_s["bare"] == pytest.approx((row.chunks - 1) * handed_s)
+
+
+def test_a_token_that_takes_longer_than_between_its_neighbours_is_told_apart(calibration, every, later):
+    (apart,) = (row for row in later if row.above_chord(every) > 0.1)
+    assert (apart.system, apart.lengths) == ("easycontext", (131072,))
+    assert "longer a token" in calibration.why_not_scored(apart, every)
+    assert replace(apart, tokens_per_s=710.0).above_chord(every) < 0
+
+
+def test_peak_memory_is_near_what_is_published(calibration, memory):
+    """Of tensors within a tenth; an allocator and a process hold more than these."""
+    rows = [row for row in calibration.read_rows(with_speed=False) if row.memory_kind in memory.KINDS]
+    ratios = {kind: [] for kind in memory.KINDS}
+    for row in rows:
+        if (row.system, row.device.name) != ("torchao", "B200-180GB"):  # contradicted by its own run on H100s
+            ratios[row.memory_kind].append(memory.predicted_gib(row)[1] / row.memory_gib)
+    assert len(rows) >= 30 and all(ratios.values())
+    assert all(abs(ratio - 1) <= MEDIAN for ratio in ratios["allocated"])
+    assert all(0.75 <= ratio <= 1.1 for kind in memory.KINDS for ratio in ratios[kind])
+    assert np.median(np.abs(np.concatenate(list(ratios.values())) - 1)) <= MEDIAN
+
+
+def test_a_longest_length_all_but_fills_the_device(calibration, memory):
+    rows = [row for row in calibration.read_rows() if row.memory_kind == "longest"]
+    ratios = [memory.predicted_gib(row)[1] / memory.published_gib(row) for row in rows]
+    assert len(rows) == 10 and np.median(np.abs(np.array(ratios) - 1)) <= 0.15 and max(ratios) <= 1.2

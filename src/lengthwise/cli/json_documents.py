@@ -188,7 +188,7 @@ class PlanDocument(JsonDocument):
     summary: dict[str, Any]
     cost_error: dict[str, float] | None
     """`of_times`: the relative error that nine of ten predictions stay within; `of_ratios`: that half of the ratios of
-    two do, 0 where it is not known; null: predictions were never compared with measurements."""
+    two do, 0 where it is not known; null: too few measurements are known to say."""
     out: str | None
 
 

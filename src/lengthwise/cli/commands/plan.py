@@ -42,6 +42,7 @@ def run(
         emit_json({**document, "out": str(out) if out else None})
     else:
         print_plans(plans, summarize_plans(plans), verbose=verbose)
-        stdout().print(f"costs: {error or 'predictions were never compared with measurements'}", soft_wrap=True)
+        accuracy = error or "too few measurements are public to say how far predictions are off"
+        stdout().print(f"costs: {accuracy}", soft_wrap=True)
         if (beyond := beyond_profile(plans, costs[0])) is not None:
             stdout().print(beyond_words(beyond), soft_wrap=True)
