@@ -47,6 +47,8 @@ def test_clusters_are_read_as_nodes_devices_and_device():
     [
         (lambda: model_preset("lama-7b"), "did you mean llama-7b"),
         (lambda: cluster_preset("8xA100-80G"), "did you mean A100-80GB"),
+        (lambda: cluster_preset("8xB200"), r"did you mean B200-180GB\?"),
+        (lambda: cluster_preset("8xA100"), r"did you mean A100-40GB or A100-80GB\?"),
         (lambda: cluster_preset("0xcpu"), "not NODESxDEVICESxDEVICE"),
         (lambda: cluster_preset("1x2x3xcpu"), "not NODESxDEVICESxDEVICE"),
         (lambda: cluster_preset("cpu", memory_gib=0), "must be positive"),

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 GIB = 2**30
+MOST_SUGGESTED = 3
+"""Names that a suggestion holds at most."""
 _TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMBT]?|[KM]i)", re.ASCII | re.IGNORECASE)
 _QUOTED = re.compile(r"'([^']*)'")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20}
@@ -61,7 +63,8 @@ def with_nearest(message: str, mistyped: object) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """A clause that suggests the known name closest to a mistyped one, or lists them all."""
+    """A clause that suggests the known names that go on from a name, or the one closest to it, or lists them all."""
     names = sorted(names)
-    close = get_close_matches(name[:200], names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+    longer = [known for known in names if known.startswith(f"{name}-")]
+    close = longer if 0 < len(longer) <= MOST_SUGGESTED else get_close_matches(name[:200], names, n=1)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
