@@ -4,12 +4,14 @@
 
 Corpora of the demo (its own lengths, and those of other benchmarks), and three models with three sets of lengths each.
 All policies take turns in every repeat, in reversed order in every other one. A ratio is `auto`'s tokens per second
-over another policy's of the same repeat; the geometric mean has a 95 % interval of Student's t. The machine must be
-idle: with a load average of 1.5 or more nothing is started without --busy. Hours on two cores; writes
-results/auto_repeats.json.
+over another policy's of the same repeat; the geometric mean has a 95 % interval of Student's t. A policy that `auto` is
+certainly more than 1.05x after five repeats is not run again. The machine must be idle: with a load average of 1.5 or
+more nothing is started without --busy. Two hours on two cores; what was measured is kept in --work after every repeat,
+so that the script goes on where it was stopped. Writes results/auto_repeats.json.
 """
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -18,14 +20,16 @@ from pathlib import Path
 
 import numpy as np
 from any_model_runs import KINDS, POWERS, memory_gib, train
-from measure import prepare, profile_again, run_policy, save
+from measure import profile_again, run_policy, save
 from method_ranks import Ranks
 from scipy.stats import t as students_t
 
-from lengthwise.config.run_config import load
+from lengthwise.cli.commands import index
 from lengthwise.session.demo_settings import DEMO_LENGTHS, POLICIES, demo_config
 
 AIM, CONFIDENCE, MOST_LOAD = 0.99, 0.95, 1.5
+FIRST_REPEATS, FAR_AHEAD = 5, 1.05
+"""After how many repeats a policy is dropped that `auto` is at least so far ahead of."""
 SIDES = ("bucket", "static", "dcp-inter", "dcp-intra", "auto")
 CORPORA = {"demo": DEMO_LENGTHS, "demo, 4,096 tokens": {}}
 """Lengths and steps of the demo's corpus."""
@@ -33,8 +37,8 @@ Speeds = Mapping[str, Sequence[float]]
 
 
 def ratio_of(auto: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Geometric mean of paired ratios, and the ends of its confidence interval."""
-    logs = np.log(np.asarray(auto) / np.asarray(other))
+    """Geometric mean of the ratios of paired repeats, and the ends of its confidence interval."""
+    logs = np.log(np.asarray(auto[: len(other)]) / np.asarray(other))
     half = 0.0
     if len(logs) > 1:
         half = students_t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5
@@ -42,22 +46,32 @@ def ratio_of(auto: Sequence[float], other: Sequence[float]) -> tuple[float, floa
     return middle, low, high
 
 
-def in_turns(sides: Sequence[str], repeats: int, speed_of: Callable[[str, int], float]) -> Speeds:
-    """Speeds of all sides in every repeat, in reversed order in every other one."""
-    speeds: dict[str, list[float]] = {side: [] for side in sides}
-    for number in range(repeats):
-        for side in sides[:: -1 if number % 2 else 1]:
+def in_turns(sides: Sequence[str], repeats: int, speed_of: Callable[[str, int], float], kept: Path) -> Speeds:
+    """Speeds of all sides in every repeat, in reversed order in every other one; those in the file ``kept`` count."""
+    speeds: dict[str, list[float]] = json.loads(kept.read_text()) if kept.exists() else {side: [] for side in sides}
+    for number in range(len(speeds["auto"]), repeats):
+        close = [side for side in sides if side == "auto" or number < FIRST_REPEATS or _is_close(speeds, side)]
+        for side in close[:: -1 if number % 2 else 1]:
             speeds[side].append(speed_of(side, number))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(speeds))
     return speeds
+
+
+def _is_close(speeds: Speeds, side: str) -> bool:
+    return ratio_of(speeds["auto"][:FIRST_REPEATS], speeds[side][:FIRST_REPEATS])[1] < FAR_AHEAD
 
 
 def on_demo(lengths: dict[str, int], repeats: int, steps: int, work: Path) -> Speeds:
     """Runs of the demo's corpus and model on two ranks."""
-    prepare(work, steps)
-    demo_config(work / "index", work / "profile.json", steps, **lengths).save(work / "config.yaml")
-    load(work / "config.yaml", [])
-    profile_again(work)
-    return in_turns(POLICIES, repeats, lambda policy, number: run_policy(work, policy, number).tokens_per_s)
+    if not (work / "profile.json").exists():
+        work.mkdir(parents=True, exist_ok=True)
+        index.run(out=work / "index", python_stdlib=True, train_bpe=8192)
+        demo_config(work / "index", work / "profile.json", steps, **lengths).save(work / "config.yaml")
+        profile_again(work)
+    return in_turns(
+        POLICIES, repeats, lambda policy, number: run_policy(work, policy, number).tokens_per_s, work / "speeds.json"
+    )
 
 
 def table_of(name: str, speeds: Speeds) -> dict[str, object]:
@@ -102,7 +116,8 @@ def main() -> None:
                         result = ranks.run(train, kind, drawn, side, options.steps, limit, work)[0]  # noqa: B023
                         return float(result["tokens_per_s"])
 
-                    tables.append(table_of(f"{kind}, {drawn}", in_turns(SIDES, options.repeats, speed_of)))
+                    kept = options.work / f"{kind.split()[0]}-{drawn}.json"
+                    tables.append(table_of(f"{kind}, {drawn}", in_turns(SIDES, options.repeats, speed_of, kept)))
         ranks.close()
     loads.append(os.getloadavg()[0])
     save("auto_repeats", {"repeats": options.repeats, "steps": options.steps, "load": loads, "runs": tables})
