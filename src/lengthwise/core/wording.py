@@ -65,6 +65,6 @@ def with_nearest(message: str, mistyped: object) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """A clause that suggests the known names that go on from a name, or the one closest to it, or lists them all."""
     names = sorted(names)
-    longer = [known for known in names if known.startswith(f"{name}-")]
+    longer = [full_name for full_name in names if full_name.startswith(f"{name}-")]
     close = longer if 0 < len(longer) <= MOST_SUGGESTED else get_close_matches(name[:200], names, n=1)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
