@@ -31,7 +31,7 @@ from pipeline_runs import (
     stage_cost,
 )
 
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline, merge
 from lengthwise.plan.space.problem import PlanningProblem

@@ -11,7 +11,8 @@ from switching_runs import Tokens, world
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileTable
-from lengthwise.core.pipeline_config import PipelineSchedule, uniform_scheme
+from lengthwise.core.pass_order import PipelineSchedule
+from lengthwise.core.pipeline_config import PipelineConfig, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
@@ -67,18 +68,19 @@ def batch_of(drawn: Lengths, step: int) -> GlobalBatch:
     return GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths))
 
 
-def stage_cost(table: ProfileTable) -> FittedCost:
-    """Of a stage: half the layers, so half of what one device took for the whole model."""
-    rows = [replace(row, time_s=row.time_s / STAGES, kept_bytes=row.kept_bytes // STAGES) for row in table.rows]
-    halved = replace(table, rows=tuple(rows), update_s=0.0)
-    return FittedCost([(SCHEME, halved)], model=SPEC, cluster=cluster_preset(f"{STAGES}xcpu"))
+def stage_cost(table: ProfileTable, scheme: PipelineConfig = SCHEME) -> FittedCost:
+    """Of a stage of equally many layers: so many of what one device took for the whole model."""
+    stages = scheme.num_stages
+    rows = [replace(row, time_s=row.time_s / stages, kept_bytes=row.kept_bytes // stages) for row in table.rows]
+    shared = replace(table, rows=tuple(rows), update_s=0.0)
+    return FittedCost([(scheme, shared)], model=SPEC, cluster=cluster_preset(f"{stages}xcpu"))
 
 
-def problem_of(cost: FittedCost) -> PlanningProblem:
-    """One pipeline of two stages, packs of at most ``CAPACITY`` tokens."""
-    candidates = make_candidates([SCHEME], cost, num_devices=STAGES, token_limit=CAPACITY)
+def problem_of(cost: FittedCost, scheme: PipelineConfig = SCHEME) -> PlanningProblem:
+    """One pipeline, packs of at most ``CAPACITY`` tokens."""
+    candidates = make_candidates([scheme], cost, num_devices=scheme.num_stages, token_limit=CAPACITY)
     return PlanningProblem(
-        candidates=candidates, num_devices=STAGES, devices_per_node=STAGES,
+        candidates=candidates, num_devices=scheme.num_stages, devices_per_node=scheme.num_stages,
         memory_bytes=cost.cluster.device.memory_bytes,
         max_length=CAPACITY,
     )  # fmt: skip

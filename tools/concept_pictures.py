@@ -5,8 +5,13 @@ python tools/concept_pictures.py
 
 from drawing import IMAGES, box, document, words
 
+from lengthwise.core.one_f_one_b import PassTimes, run_stages
+from lengthwise.core.pass_order import PassKind
+from lengthwise.core.zero_bubble import filled_orders, stage_times
+
 WIDTH = 640
 LEFT = 96
+LOOKS = dict(zip(PassKind, ("compute", "update", "communicate")))
 
 
 def row(name: str, y: float) -> str:
@@ -87,6 +92,23 @@ def pipeline_parallel() -> str:
     return document(parts, width=WIDTH, height=100, label="Four micro-batches on two pipeline stages under 1F1B")
 
 
+def zero_bubble() -> str:
+    """Five equal micro-batches on three stages that split backwards, as the planner orders their passes."""
+    unit, stages, parts = 28, 3, []
+    times = PassTimes([1.0] * 5, [2.0] * 5, [1.0] * 5)
+    of_stages = [stage_times(times, stage) for stage in range(stages)]
+    for stage, passes in enumerate(run_stages(of_stages, orders=filled_orders(times, stages))):
+        y = 12 + 28 * stage
+        parts += [row(f"stage {stage + 1}", y), box(LEFT, y, 17 * unit, 22, "wait")]
+        for start_s, end_s, number, kind in passes:
+            name, look = {"forward": "F", "backward": "B", "weights": "W"}[kind.word], LOOKS[kind]
+            parts.append(box(LEFT + start_s * unit, y, (end_s - start_s) * unit - 1, 22, look, f"{name}{number + 1}"))
+    parts.append(
+        words("B: gradients of inputs, on the first stage of weights too; W: of weights", LEFT, 114, class_="tick")
+    )
+    return document(parts, width=WIDTH, height=128, label="Five micro-batches on three stages that split backwards")
+
+
 def checkpointing() -> str:
     """What two layers of four keep for the backward."""
     parts = []
@@ -138,7 +160,7 @@ def strategy() -> str:
     return document(parts, width=WIDTH, height=148, label="A group of four ranks beside two single ranks in one step")
 
 
-PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, strategy, pull_and_push)
+PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, zero_bubble, strategy, pull_and_push)
 DRAWN = (packing, accumulation, checkpointing, *PARALLEL)
 PICTURES = {draw.__name__.replace("_", "-"): draw for draw in DRAWN}
 

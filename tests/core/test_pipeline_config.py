@@ -5,16 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.pass_order import PassKind, PipelineSchedule, issue_order
 from lengthwise.core.pipeline_config import (
     Method,
     PipelineConfig,
-    PipelineSchedule,
     Strategy,
     WeightPlacement,
     WeightShard,
     dense_scheme,
     homogeneous,
-    issue_order,
     spread,
     uniform_scheme,
 )
@@ -47,6 +46,7 @@ def test_stages_hold_consecutive_layers():
         ({"tile_tokens": -1}, "at least 1 token, or 0 for all, not -1"),
         ({"head_groups": 0}, "0 groups of heads: a scheme has at least 1"),
         ({"shard_gradients": True}, "whole weights, two at least; a scheme of degree 2 with sharded weights"),
+        ({"zero_bubble": True}, "the weights whole, under all_gather, dense, ring, ulysses, ulysses_ring, not metp"),
         ({"head_groups": 2}, "only with layers under dense, ulysses, ulysses_z, not metp alone"),
     ],
 )
@@ -86,6 +86,22 @@ def test_uniform_schemes_spread_layers_and_recompute_evenly():
     assert uniform_scheme(2, degree=2, method=Method.METP).weights is WeightPlacement.SHARDED
 
 
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"stage_layers": (7,)}, "a scheme of 1 stage has none"),
+        ({"shard_gradients": True}, "no gradients of weights that ranks could reduce"),
+        ({"offload": (True,) * 7}, "not split with activations on the host, tiles or groups of heads"),
+        ({"tile_tokens": 64}, "not split with activations on the host, tiles or groups of heads"),
+    ],
+)
+def test_split_backwards_are_refused_where_they_cannot_be(others, message):
+    split = replace(uniform_scheme(7, degree=2, stages=3, method=Method.RING, recomputed=3), zero_bubble=True)
+    assert split.name == "<2,3> ring r3 zb"
+    with pytest.raises(InputError, match=message):
+        replace(split, **others)
+
+
 @pytest.mark.parametrize(("count", "total"), [(0, 5), (5, 5), (3, 8), (1, 1)])
 def test_spread_sets_as_many_flags_as_asked(count, total):
     assert sum(spread(count, total)) == count
@@ -97,17 +113,17 @@ def test_more_stages_than_layers_are_refused():
         uniform_scheme(2, stages=3)
 
 
-FORWARD, BACKWARD = False, True
+FORWARD, BACKWARD, _ = PassKind
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.sampled_from(PipelineSchedule))
 def test_every_stage_runs_each_pass_once_and_a_forward_before_its_backward(num_stages, count, schedule):
     for stage in range(num_stages):
         order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
-        assert sorted(order) == [(is_backward, i) for is_backward in (FORWARD, BACKWARD) for i in range(count)]
+        assert sorted(order) == [(kind, i) for kind in (FORWARD, BACKWARD) for i in range(count)]
         assert all(order.index((FORWARD, i)) < order.index((BACKWARD, i)) for i in range(count))
         for kind in (FORWARD, BACKWARD):  # messages between two stages arrive in the order they are sent
-            assert [i for is_backward, i in order if is_backward is kind] == list(range(count))
+            assert [i for other, i in order if other is kind] == list(range(count))
 
 
 @given(st.integers(1, 6), st.integers(0, 9))
@@ -119,8 +135,8 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_stages_left_and_gpipe_k
         ):
             order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
             held = [0]
-            for is_backward, _ in order:
-                held.append(held[-1] + (-1 if is_backward else 1))
+            for kind, _ in order:
+                held.append(held[-1] + (-1 if kind is BACKWARD else 1))
             assert (max(held), held[-1]) == (most, 0)
 
 

@@ -82,6 +82,7 @@ VALUES = {
     (*SCHEME, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*SCHEME, "head_groups"): whole(1, MAX_HEAD_GROUPS),
     (*SCHEME, "shard_gradients"): ((False, True, 0, 1), (2, -1, 1.0, "1", None, [1])),
+    (*SCHEME, "zero_bubble"): ((False, True, 0, 1), (2, -1, 1.0, "1", None, [1])),
     (*SCHEME, "weights"): (("whole", "sharded"), ("half", "", 7, None, ["full"])),
     (*PIPELINE, "ranks"): rows_of(0, MAX_DEVICES - 1),
     (*PIPELINE, "phase"): whole(0, MAX_LAYERS),
@@ -98,6 +99,7 @@ VALUES = {
     (*MICRO_BATCH, "filler"): ((0, MAX_PACK_TOKENS - 9), (-1, MAX_PACK_TOKENS - 8, MOST_TOKENS + 1, 1.0, True, None)),
     (*MICRO_BATCH, "time_s"): SECONDS,
     (*MICRO_BATCH, "comm_s"): SECONDS,
+    (*MICRO_BATCH, "weights_s"): SECONDS,
     (*MICRO_BATCH, "peak_bytes"): whole(0, MAX_BYTES),
     (*MICRO_BATCH, "methods"): ((None, *WORDS[0]), WORDS[1][:-1]),
     (*MICRO_BATCH, "recompute"): ((None, *FLAGS[0]), FLAGS[1][:-1]),
@@ -121,7 +123,8 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
 ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
 OPTIONAL = {
     (): {"digest", "num_devices", "hidden_update_s"},
-    SCHEME: {"shard_gradients", *ACTIVATIONS}, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
+    SCHEME: {"shard_gradients", "zero_bubble", *ACTIVATIONS}, PIPELINE: set(),
+    MICRO_BATCH: {"rows", "filler", "weights_s", *ACTIVATIONS},
 }  # fmt: skip
 
 

@@ -190,6 +190,25 @@ def test_sharded_gradients_are_part_of_a_plan():
     assert other.gradient_shares(0) == (None,) * 4, "without a micro-batch there are no gradients"
 
 
+def test_split_backwards_are_part_of_a_plan():
+    whole = uniform_scheme(3, degree=2, stages=2, method=Method.RING)
+    micro_batch = PlannedMicroBatch(pack=Pack(ids=(1,), lengths=(4,)), time_s=3.0, peak_bytes=1)
+    plan, split, later = (
+        replace(example(), pipelines=(Pipeline(ranks=(3, 1, 0, 2), scheme=scheme, micro_batches=(m,)),), num_devices=4)
+        for scheme, m in (
+            (whole, micro_batch),
+            (replace(whole, zero_bubble=True), micro_batch),
+            (replace(whole, zero_bubble=True), replace(micro_batch, weights_s=0.7)),
+        )
+    )
+    assert len({plan.digest, split.digest, later.digest}) == 3
+    for one in (split, later):
+        assert StepPlan.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert "zero_bubble" not in plan.to_json()["schemes"][0]
+    with pytest.raises(InputError, match="backwards are not split with activations on the host"):
+        replace(later.pipelines[0], micro_batches=(replace(micro_batch, tile_tokens=5),))
+
+
 @given(plans())
 def test_any_change_changes_the_digest(plan):
     first = plan.pipelines[0]

@@ -5,8 +5,9 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
-from lengthwise.core.one_f_one_b import pipeline_end_s
+from lengthwise.core.one_f_one_b import PassTimes, pipeline_end_s
 from lengthwise.core.pipeline_config import Strategy
+from lengthwise.core.zero_bubble import filled_end_s
 from lengthwise.cost.overlapped import hides_updates
 
 
@@ -61,8 +62,19 @@ class BruteForce:
                 forwards = [members[0].forwards] * len(packs)
                 stages = members[0].num_stages
                 late_s = 0.0 if parts is None else self._moved_s(members, packs, times_s, parts)
-                best_s = min(best_s, late_s + pipeline_end_s(sorted(times_s, reverse=True), forwards, stages))
+                end_s = pipeline_end_s(sorted(times_s, reverse=True), forwards, stages)
+                if members[0].scheme.zero_bubble:
+                    end_s = self._split_end_s(members[0], packs, times_s)
+                best_s = min(best_s, late_s + end_s)
         return best_s
+
+    def _split_end_s(self, one, packs, times_s):
+        """Seconds of a pipeline that splits backwards, the longest pack first."""
+        numbers = sorted(range(len(packs)), key=lambda number: -times_s[number])
+        forwards_s = [times_s[number] / one.forwards for number in numbers]
+        backwards_s = [times_s[number] - forward_s for number, forward_s in zip(numbers, forwards_s)]
+        weights_s = [float(one.weight_times_s(self.lengths[packs[number]]).sum()) for number in numbers]
+        return filled_end_s(PassTimes(forwards_s, backwards_s, weights_s), one.num_stages)
 
     def _moved_s(self, members, packs, times_s, parts):
         """Seconds of pulls and pushes that a pipeline does not hide, packs of one stage in the best order."""

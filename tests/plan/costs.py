@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.one_f_one_b import UpdateParts
+from lengthwise.core.one_f_one_b import UpdateParts, most_weights_in
 from lengthwise.core.pipeline_config import Method
 from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.space.split_backwards import ZeroBubble, with_split_backwards
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class SimpleCost:
 
     def comm_times_s(self, lengths, scheme):
         return 0.1 * self.sequence_times_s(lengths, scheme) * (scheme.degree > 1)
+
+    def weight_times_s(self, lengths, scheme):
+        return self.b_s * np.asarray(lengths, dtype=float) * self._factor(scheme) * most_weights_in(scheme.recompute)
 
     def update_s(self, strategy):
         return 0.25
@@ -107,7 +111,7 @@ def make_problem(
     )
     candidates = make_candidates(schemes, cost, num_devices=num_devices, token_limit=options.pop("token_limit", None))
     return PlanningProblem(
-        candidates=candidates,
+        candidates=with_split_backwards(candidates, options.pop("zero_bubble", ZeroBubble.NONE)),
         num_devices=num_devices,
         devices_per_node=devices_per_node,
         memory_bytes=cost.capacity * 2**30,

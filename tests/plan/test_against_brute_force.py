@@ -14,6 +14,7 @@ from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.finer_recompute import between, next_fewer
+from lengthwise.plan.space.split_backwards import ZeroBubble
 from tests.plan.brute_force import BruteForce
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
@@ -28,7 +29,7 @@ class UnevenUpdates(SimpleCost):
         return 0.05 + max(self.unit_s / scheme.num_stages for scheme in strategy.schemes)
 
 
-def case(seed, *, hides=False):
+def case(seed, *, hides=False, zero_bubble=ZeroBubble.NONE):
     """A small problem and the lengths of a batch; ``hides``: whether passes hide a part of the update."""
     rng = np.random.default_rng(seed)
     cost = UnevenUpdates(
@@ -45,6 +46,7 @@ def case(seed, *, hides=False):
         methods=(Method.ULYSSES,),
         recomputed=[(0,), (0, 4)][rng.integers(2)],
         stages=[1, 2],
+        zero_bubble=zero_bubble,
         samples=[np.minimum(rng.lognormal(3, 0.8, 12).astype(int) + 1, 100) for _ in range(3)],
     )
     longest = min(100, problem.leanest.max_tokens)
@@ -52,9 +54,9 @@ def case(seed, *, hides=False):
     return problem, lengths.tolist()
 
 
-def planned(policy, seed, candidates_of, *, hides=False, **options):
+def planned(policy, seed, candidates_of, *, hides=False, zero_bubble=ZeroBubble.NONE, **options):
     """The plan and the optimum of a case, or None where the policy cannot run."""
-    problem, lengths = case(seed, hides=hides)
+    problem, lengths = case(seed, hides=hides, zero_bubble=zero_bubble)
     try:
         plan = Planner(policy=policy, problem=problem)(make_batch(lengths))
     except InfeasibleError:
@@ -107,6 +109,17 @@ def test_the_bound_holds_where_passes_hide_a_part_of_the_update():
         assert plan.hidden_update_s > 0, seed
         ratios.append(plan.time_s / best_s)
     assert fmean(ratios) < 1.01 and max(ratios) < 1.1
+
+
+@pytest.mark.parametrize("zero_bubble", [ZeroBubble.AUTO, ZeroBubble.ALL])
+def test_the_bound_holds_where_stages_split_backwards(zero_bubble):
+    ratios, num_split = [], 0
+    for seed in range(12):
+        plan, best_s = planned("auto", seed, everything, zero_bubble=zero_bubble, may_idle=True)
+        assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
+        num_split += any(pipeline.scheme.zero_bubble for pipeline in plan.pipelines)
+        ratios.append(plan.time_s / best_s)
+    assert num_split > 1 and fmean(ratios) < 1.01 and max(ratios) < 1.05
 
 
 @pytest.mark.deep

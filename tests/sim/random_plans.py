@@ -1,9 +1,17 @@
 """Random batches and random plans for them; no torch."""
 
 import random
+from dataclasses import replace
 
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.pipeline_config import (
+    HEAD_GROUP_METHODS,
+    SPLIT_BACKWARD_METHODS,
+    WEIGHTS_OF,
+    Method,
+    PipelineConfig,
+    WeightPlacement,
+)
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
@@ -72,6 +80,8 @@ def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int,
             weights=WEIGHTS_OF.get(able[0], WeightPlacement.WHOLE),
             shard_gradients=can_share_gradients(degree, able) and random.Random(str(free)).random() < 0.5,
         )
+        if can_split_backwards(scheme) and random.Random(f"{free} {stages}").random() < 0.5:
+            scheme = replace(scheme, zero_bubble=True)
         found.append((tuple(free[: scheme.num_devices]), scheme))
         free = free[scheme.num_devices :]
     return found
@@ -79,6 +89,11 @@ def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int,
 
 def can_share_gradients(degree: int, methods: list[Method]) -> bool:
     return degree > 1 and WEIGHTS_OF[methods[0]] is WeightPlacement.WHOLE
+
+
+def can_split_backwards(scheme: PipelineConfig) -> bool:
+    is_able = SPLIT_BACKWARD_METHODS.issuperset(scheme.methods)
+    return scheme.num_stages > 1 and is_able and not scheme.shard_gradients
 
 
 def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:
@@ -102,7 +117,7 @@ def random_micro_batch(
     ladder = random.Random(sum(ids))
     methods = tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None
     groups = ladder.choice((None, 1, 2)) if HEAD_GROUP_METHODS & set(methods or scheme.methods) else None
-    return PlannedMicroBatch(
+    micro_batch = PlannedMicroBatch(
         pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
         time_s=1.0,
         peak_bytes=1,
@@ -112,3 +127,8 @@ def random_micro_batch(
         tile_tokens=ladder.choice((None, 0, 3)),
         head_groups=groups if groups is None or groups <= -(-SPEC.num_heads // scheme.degree) else None,
     )
+    if not scheme.zero_bubble:
+        return micro_batch
+    time_s = 1.0 + ladder.random() * micro_batch.pack.num_tokens
+    weights_s = time_s * ladder.choice((0.0, 0.1, 1 / 3))
+    return replace(micro_batch, time_s=time_s, weights_s=weights_s, offload=None, tile_tokens=None, head_groups=None)

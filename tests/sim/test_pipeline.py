@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.pass_order import issue_order
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.sim.pipeline import run_pipeline
 from tests.sim.plans import LAYERS, lane, seconds

@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError
-from lengthwise.core.pipeline_config import Method, PipelineSchedule, issue_order, uniform_scheme
+from lengthwise.core.pass_order import PipelineSchedule
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.parallel.tokens import shard_tokens
-from lengthwise.sim.schedule_check import OperationKind, check_matching, num_tokens_of, operations, weight_phases_of
+from lengthwise.sim.schedule_check import (
+    PASSES,
+    OperationKind,
+    check_matching,
+    num_tokens_of,
+    operations,
+    weight_phases_of,
+)
 from tests.sim.random_plans import SPEC, random_batch, random_plan
 
-PULL, FORWARD, BACKWARD, SEND, RECEIVE, PUSH = OperationKind
+PULL, FORWARD, BACKWARD, WEIGHTS, SEND, RECEIVE, PUSH = OperationKind
 
 
 def checked(plan, schedule=PipelineSchedule.ONE_F_ONE_B):
@@ -46,7 +55,7 @@ def test_many_more_plans_match(schedule):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 16), st.sampled_from(PipelineSchedule))
-def test_every_rank_of_a_stage_computes_each_micro_batch_forward_and_backward_in_the_order_of_the_schedule(
+def test_every_rank_of_a_stage_runs_the_passes_of_each_micro_batch_in_the_order_of_the_schedule(
     seed, num_ranks, schedule
 ):
     plan = any_plan(seed, num_ranks)
@@ -56,16 +65,12 @@ def test_every_rank_of_a_stage_computes_each_micro_batch_forward_and_backward_in
             assert [one.kind for one in steps].count(PULL) == [one.kind for one in steps].count(PUSH) == 1
             assert (steps[0].kind, steps[-1].kind) == (PULL, PUSH)
             for one in steps:
-                if one.kind in (FORWARD, BACKWARD):
-                    found.setdefault((one.pipeline, rank), []).append((one.kind is BACKWARD, one.micro_batch))
+                if one.kind in PASSES.values():
+                    found.setdefault((one.pipeline, rank), []).append((one.kind, one.micro_batch))
     for position, pipeline in enumerate(plan.pipelines):
-        count = len(pipeline.micro_batches)
-        for stage in range(pipeline.scheme.num_stages):
-            order = issue_order(
-                stage, num_stages=pipeline.scheme.num_stages, num_micro_batches=count, schedule=schedule
-            )
+        for stage, order in enumerate(pass_orders(pipeline, schedule)):
             for rank in pipeline.ranks_of(stage):
-                assert found.pop((position, rank), []) == order
+                assert found.pop((position, rank), []) == [(PASSES[kind], number) for kind, number in order]
     assert not found, "no rank computes in a pipeline that it is not in"
 
 

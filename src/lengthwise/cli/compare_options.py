@@ -9,6 +9,7 @@ import typer
 from lengthwise.cli.shared_options import MAX_SEED, tokens_from
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.split_backwards import ZeroBubble
 
 
 class OverLength(StrEnum):
@@ -72,6 +73,9 @@ Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; d
 Recompute = Annotated[RecomputeMode, typer.Option(help="Layers that schemes recompute.")]
 ShardGradients = Annotated[
     GradientSharding, typer.Option(help="Whether ranks that share whole weights keep shares of their gradients.")
+]
+ZeroBubbleOption = Annotated[
+    ZeroBubble, typer.Option("--zero-bubble", help="Whether stages split backwards to fill their waits (ZB-H1).")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the order of the sequences.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")]

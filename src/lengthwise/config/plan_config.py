@@ -4,7 +4,15 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from lengthwise.config.choices import CostFit, MethodName, PipelineTime, Recompute, ShardGradients, SharingMethod
+from lengthwise.config.choices import (
+    CostFit,
+    MethodName,
+    PipelineTime,
+    Recompute,
+    ShardGradients,
+    SharingMethod,
+    ZeroBubbleName,
+)
 from lengthwise.config.limits import MAX_SEQUENCES, NumDevices, NumTokens
 from lengthwise.config.shared_settings import MemorySetting, PolicySettings
 
@@ -55,6 +63,11 @@ class PlanConfig(PolicySettings):
     """Gradient sharding, as ZeRO stage 2 does it within a pipeline stage: whether ranks that share a layer with whole
     weights reduce-scatter its gradients in every backward and keep a share of them; auto: where longer micro-batches
     gain more than that costs; all: wherever several ranks share whole weights. (prepare has weights="by-layer".)"""
+    zero_bubble: ZeroBubbleName = "none"
+    """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
+    compute gradients of weights where they would wait, in the memory of 1F1B; none: all pipelines run 1F1B; auto:
+    whichever is faster; all: wherever stages have whole weights and some layers are not recomputed. (prepare runs
+    1F1B.)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

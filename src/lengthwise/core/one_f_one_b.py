@@ -1,6 +1,7 @@
-"""1F1B in virtual time: when each stage of a pipeline runs each pass. What is planned, simulated and shown is this.
+"""Pipelines in virtual time: when each stage runs each pass. What is planned, simulated and shown is this.
 
-1F1B is the schedule of PipeDream-Flush (Narayanan et al. 2021, section 2.2). S stages, V micro-batches.
+1F1B is the schedule of PipeDream-Flush (Narayanan et al. 2021, section 2.2); where backwards are split, stages fill
+their waits by :mod:`lengthwise.core.zero_bubble`. S stages, V micro-batches.
 """
 
 import math
@@ -8,19 +9,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from lengthwise.core.pipeline_config import PipelineConfig, issue_order
+from lengthwise.core.pass_order import Pass, PassKind, issue_order
+from lengthwise.core.pipeline_config import PipelineConfig
 
 MIXED_RECOMPUTE = 13 / 12
 """Times the flow shop's seconds that micro-batches of different recompute take at most; of equal recompute, once."""
 
 
 class StagePass(NamedTuple):
-    """A forward or a backward of one micro-batch on one stage."""
+    """A pass of one micro-batch on one stage."""
 
     start_s: float
     end_s: float
     micro_batch: int
-    is_backward: bool
+    kind: PassKind
+
+
+class PassTimes(NamedTuple):
+    """[V] seconds of the passes of one stage, in issue order; a place for each :class:`PassKind`."""
+
+    forwards_s: Sequence[float]
+    backwards_s: Sequence[float]
+    """What a backward takes until the stage before can go on: all of it where it is whole."""
+    weights_s: Sequence[float] = ()
+    """What is left of a split backward."""
 
 
 def forwards_in(recompute: Sequence[bool]) -> float:
@@ -33,9 +45,19 @@ def least_stages(scheme: PipelineConfig) -> float:
 
     The first stage starts its first backward after S forwards and S - 1 backwards of the longest micro-batch, and what
     it has done by then are at most S forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches
-    after long ones fill the rest. Of one number of recomputed layers in all micro-batches.
+    after long ones fill the rest. Of one number of recomputed layers in all micro-batches. Where backwards are split,
+    only what cannot wait of these (S - 1) is certain: all but ``most_weights_in``.
     """
-    return 1 + (scheme.num_stages - 1) * (1 - 1 / forwards_in(scheme.recompute))
+    certain = 1 - 1 / forwards_in(scheme.recompute) - (most_weights_in(scheme.recompute) if scheme.zero_bubble else 0.0)
+    return 1 + (scheme.num_stages - 1) * certain
+
+
+def most_weights_in(recompute: Sequence[bool]) -> float:
+    """The largest share of a micro-batch's seconds that gradients of weights can take: where all is products.
+
+    As long as a forward of the layers that are not recomputed, whose backwards alone are split.
+    """
+    return (1 - sum(recompute) / len(recompute)) / forwards_in(recompute)
 
 
 def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stages: int) -> float:
@@ -50,7 +72,7 @@ def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stag
         return sum(times_s) * num_stages
     forwards_s = [time_s / count for time_s, count in zip(times_s, forwards)]
     backwards_s = [time_s - forward_s for time_s, forward_s in zip(times_s, forwards_s)]
-    return max(passes[-1].end_s for passes in run_stages([(forwards_s, backwards_s)] * num_stages))
+    return max(passes[-1].end_s for passes in run_stages([PassTimes(forwards_s, backwards_s)] * num_stages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,36 +142,43 @@ def exposed_update_s(update_s: float, cover_s: float, overlap: float) -> float:
 
 
 def run_stages(
-    times: Sequence[tuple[list[float], list[float]]], start_s: float = 0.0, transfer_s: float = 0.0
+    times: Sequence[PassTimes],
+    start_s: float = 0.0,
+    transfer_s: float = 0.0,
+    *,
+    orders: Sequence[Sequence[Pass]] | None = None,
 ) -> tuple[tuple[StagePass, ...], ...]:
     """The passes of each stage, one after another.
 
     Args:
-        times: seconds [V] of the forwards and of the backwards of each stage, in issue order.
+        times: seconds of the passes of each stage.
         start_s: when the first forward starts.
         transfer_s: from the end of a pass until the neighbouring stage has its result.
+        orders: the passes of each stage in order; None: under 1F1B.
     """
-    num_stages, count = len(times), len(times[0][0])
+    num_stages, count = len(times), len(times[0].forwards_s)
     last = num_stages - 1
-    orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
+    if orders is None:
+        orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
     inputs = [[math.inf if stage else start_s] * count for stage in range(num_stages)]  # when each one is there
     gradients = [[math.inf] * count for _ in range(num_stages)]
     done: list[list[StagePass]] = [[] for _ in range(num_stages)]
-    while any(len(passes) < 2 * count for passes in done):
-        for stage, passes in enumerate(done):
+    ready = inputs, gradients, [[start_s] * count] * num_stages
+    while any(len(passes) < len(order) for passes, order in zip(done, orders)):
+        for stage, (passes, order) in enumerate(zip(done, orders)):
             now_s = passes[-1].end_s if passes else start_s
-            while len(passes) < 2 * count:
-                is_backward, i = orders[stage][len(passes)]
-                ready_s = (gradients if is_backward else inputs)[stage][i]
+            while len(passes) < len(order):
+                kind, i = order[len(passes)]
+                ready_s = ready[kind][stage][i]
                 if ready_s == math.inf:
                     break
                 begin_s = max(now_s, ready_s)
-                now_s = begin_s + times[stage][is_backward][i]
-                passes.append(StagePass(begin_s, now_s, i, is_backward))
-                if is_backward and stage:
+                now_s = begin_s + times[stage][kind][i]
+                passes.append(StagePass(begin_s, now_s, i, kind))
+                if kind is PassKind.BACKWARD and stage:
                     gradients[stage - 1][i] = now_s + transfer_s
-                elif not is_backward and stage < last:
+                elif kind is PassKind.FORWARD and stage < last:
                     inputs[stage + 1][i] = now_s + transfer_s
-                elif not is_backward:
+                elif kind is PassKind.FORWARD:
                     gradients[stage][i] = now_s
     return tuple(map(tuple, done))

@@ -54,6 +54,10 @@ WEIGHTS_OF = {
 """What each method needs of the scheme; dense runs with whole weights."""
 
 
+SPLIT_BACKWARD_METHODS = frozenset(WEIGHTS_OF.keys() | {Method.DENSE}) - {
+    method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED
+}
+"""Methods whose backwards can be split: ranks have the weights whole, and nobody else waits for their gradients."""
 HEAD_GROUP_METHODS = frozenset({Method.DENSE, Method.ULYSSES, Method.ULYSSES_Z})
 """Methods under which a rank can attend with some of its heads at a time."""
 
@@ -101,31 +105,6 @@ GradientShare = tuple[int, int]
 """Of the gradients of whole weights a rank keeps one of some equal shares of every unit: which one, and of how many."""
 
 
-class PipelineSchedule(StrEnum):
-    """In which order the stages of a pipeline run forwards and backwards."""
-
-    ONE_F_ONE_B = "1f1b"
-    """A backward as soon as there is one: at most as many micro-batches in flight as stages are left."""
-    GPIPE = "gpipe"
-    """All forwards, then all backwards (Huang et al. 2019): every micro-batch in flight at once."""
-
-
-def issue_order(
-    stage: int, *, num_stages: int, num_micro_batches: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-) -> list[tuple[bool, int]]:
-    """What one stage runs: (is it a backward, micro-batch) of each pass.
-
-    1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2): as many forwards as there are stages behind this one;
-    then a forward and a backward in turn; then the rest.
-    """
-    ahead = num_micro_batches if schedule is PipelineSchedule.GPIPE else num_stages - 1 - stage
-    warm_up = min(ahead, num_micro_batches)
-    order = [(False, i) for i in range(warm_up)]
-    for i in range(num_micro_batches - warm_up):
-        order += [(False, warm_up + i), (True, i)]
-    return order + [(True, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """One pipeline: devices per stage, layers per stage; per layer a method, and what becomes of its activations."""
@@ -148,6 +127,9 @@ class PipelineConfig:
     shard_gradients: bool = False
     """Whether the ranks of a stage reduce the gradients of whole weights unit by unit in every backward, each to its
     share of them (as ZeRO stage 2 does), instead of keeping all of them until the step ends."""
+    zero_bubble: bool = False
+    """Whether stages split the backwards of layers that are not recomputed: gradients of inputs go to the stage before
+    at once, products that give gradients of weights are taken later, where a stage would wait (ZB-H1)."""
 
     def __post_init__(self) -> None:
         if not any(self.offload):
@@ -175,7 +157,24 @@ class PipelineConfig:
                 f"gradients are sharded over the ranks of a stage that hold whole weights, two at least; a scheme of "
                 f"degree {self.degree} with {self.weights} weights has shard_gradients=false"
             )
+        if self.zero_bubble and (reason := self._why_not_split()):
+            raise InputError(f"{reason}; such a scheme has zero_bubble=false")
         check_methods(self.methods, self.degree, self.weights)
+
+    def _why_not_split(self) -> str:
+        """Why backwards cannot be split; empty: they can."""
+        if self.num_stages == 1:
+            return "backwards are split for the stages before, and a scheme of 1 stage has none"
+        if not SPLIT_BACKWARD_METHODS.issuperset(self.methods):
+            return (
+                "backwards are split where ranks have the weights whole, under "
+                f"{', '.join(sorted(SPLIT_BACKWARD_METHODS))}, not {', '.join(dict.fromkeys(self.methods))}"
+            )
+        if self.shard_gradients:
+            return "a split backward has no gradients of weights that ranks could reduce to shares"
+        if not self.is_plain or self.head_groups > 1:
+            return "backwards are not split with activations on the host, tiles or groups of heads"
+        return ""
 
     @property
     def num_layers(self) -> int:
@@ -214,14 +213,15 @@ class PipelineConfig:
     @property
     def name(self) -> str:
         """Degree x stages, methods, then layers recomputed (r) and offloaded (o), tokens of a feed-forward's tile (t),
-        groups of heads (g) and sharded gradients (z2), as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32
-        o32 t4096``.
+        groups of heads (g), sharded gradients (z2) and split backwards (zb), as tables show it: ``<8,2> ulysses r16``,
+        ``<8,1> ulysses r32 o32 t4096``.
         """
         methods = "+".join(dict.fromkeys(self.methods))
         groups = self.head_groups if self.head_groups > 1 else 0
         counts = [("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens), ("g", groups)]
         counts.append(("z", 2 if self.shard_gradients else 0))
-        return f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
+        words = f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
+        return f"{words} zb" if self.zero_bubble else words
 
     def layers_of_stage(self, stage: int) -> range:
         """The layers that ``stage`` holds."""

@@ -66,10 +66,11 @@ def check_plan_values(document: Any) -> None:
 
 
 def _check_scheme(scheme: Any, where: str) -> None:
-    _check_keys(scheme, where, _SCHEME, optional={"shard_gradients"} | _ACTIVATIONS)
-    shard_gradients = scheme.get("shard_gradients", False)
-    if type(shard_gradients) not in (int, bool) or shard_gradients not in (0, 1):
-        raise _wrong(f"{where}.shard_gradients", "0 or 1", shard_gradients)
+    _check_keys(scheme, where, _SCHEME, optional={"shard_gradients", "zero_bubble"} | _ACTIVATIONS)
+    for name in ("shard_gradients", "zero_bubble"):
+        flag = scheme.get(name, False)
+        if type(flag) not in (int, bool) or flag not in (0, 1):
+            raise _wrong(f"{where}.{name}", "0 or 1", flag)
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
     if sum(scheme["stage_layers"]) > MAX_LAYERS:
@@ -96,7 +97,7 @@ def _check_pipeline(pipeline: Any, where: str, *, num_schemes: int) -> None:
 
 
 def _check_micro_batch(micro_batch: Any) -> None:
-    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler"} | _ACTIVATIONS)
+    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler", "weights_s"} | _ACTIVATIONS)
     ids, lengths = micro_batch["ids"], micro_batch["lengths"]
     _check_ints(ids, ".ids", 0, MAX_ID)
     _check_ints(lengths, ".lengths", 1, MOST_TOKENS)
@@ -112,6 +113,7 @@ def _check_micro_batch(micro_batch: Any) -> None:
         )
     _check_seconds(micro_batch["time_s"], ".time_s")
     _check_seconds(micro_batch["comm_s"], ".comm_s")
+    _check_seconds(micro_batch.get("weights_s", 0.0), ".weights_s")
     _check_int(micro_batch["peak_bytes"], ".peak_bytes", 0, MAX_BYTES)
     if micro_batch["methods"] is not None:
         _check_words(micro_batch["methods"], ".methods", _METHODS)

@@ -44,6 +44,8 @@ class PlannedMicroBatch:
     """Tokens of a feed-forward's tile, 0 for all at once; None: those of the scheme."""
     head_groups: int | None = None
     """Groups of heads that are attended with in turn; None: those of the scheme."""
+    weights_s: float = 0.0
+    """Seconds of ``time_s`` in gradients of weights that may wait, where backwards are split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,8 @@ class Pipeline:
                     )
             if micro_batch.methods is not None:
                 check_methods(micro_batch.methods, self.scheme.degree, self.scheme.weights)
+            if self.scheme.zero_bubble:
+                self.scheme_of(micro_batch)  # refuses what cannot be split
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute ``stage`` together, ascending; their order is that of their shares of tokens."""
@@ -237,6 +241,7 @@ class StepPlan:
                     overrides += f"{name(m.offload)}{m.tile_tokens}"
                 if m.head_groups is not None:
                     overrides += f"g{m.head_groups}"
+                overrides += f"w{_plain(m.weights_s)!r}" if m.weights_s else ""
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
@@ -334,6 +339,7 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
         **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
         **({"shard_gradients": True} if scheme.shard_gradients else {}),
+        **({"zero_bubble": True} if scheme.zero_bubble else {}),
     }
 
 
@@ -348,6 +354,7 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         tile_tokens=document.get("tile_tokens", 0),
         head_groups=document.get("head_groups", 1),
         shard_gradients=bool(document.get("shard_gradients", False)),
+        zero_bubble=bool(document.get("zero_bubble", False)),
     )
 
 
@@ -367,6 +374,7 @@ def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
         **({} if micro_batch.offload is None else {"offload": [int(flag) for flag in micro_batch.offload]}),
         **({} if micro_batch.tile_tokens is None else {"tile_tokens": micro_batch.tile_tokens}),
         **({} if micro_batch.head_groups is None else {"head_groups": micro_batch.head_groups}),
+        **({"weights_s": micro_batch.weights_s} if micro_batch.weights_s else {}),
     }
 
 
@@ -388,4 +396,5 @@ def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
         offload=None if (offload := document.get("offload")) is None else tuple(bool(flag) for flag in offload),
         tile_tokens=document.get("tile_tokens"),
         head_groups=document.get("head_groups"),
+        weights_s=document.get("weights_s", 0.0),
     )

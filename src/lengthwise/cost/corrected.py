@@ -42,6 +42,10 @@ class CorrectedCost:
         """Seconds of each sequence in exposed communication, times the degree's factor."""
         return self.base.comm_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
 
+    def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Seconds of each sequence in gradients of weights, times the degree's factor."""
+        return self.base.weight_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
+
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds per token, and per micro-batch, of what stages send each other, times the degree's factor."""
         per_token_s, per_call_s = self.base.sent_s(scheme)

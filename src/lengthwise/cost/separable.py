@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lengthwise.core.cost import CostError
+from lengthwise.core.one_f_one_b import most_weights_in
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.gradient_reduction import ReductionTime, reduction_time, whole_units
@@ -161,6 +162,17 @@ class SeparableCost(ABC):
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in exposed communication; 0, since this model does not know them."""
         return np.zeros(len(lengths))
+
+    def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Seconds of each sequence in the gradients of weights of layers that are not recomputed.
+
+        Of what is computed, the share by FLOPs: of the products as much as a forward's, of attention nothing.
+        """
+        length, model = np.asarray(lengths, dtype=np.float64), self.model
+        attention_flops = 4.0 * model.num_heads * model.head_size * (0.5 if model.causal else 1.0) * model.reach(length)
+        products_flops = 2.0 * model.layer_matmul_params
+        share = most_weights_in(scheme.recompute) * products_flops / (products_flops + attention_flops)
+        return (self.sequence_times_s(length, scheme) - self.comm_times_s(length, scheme)) * share
 
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds of a stage per token, and per micro-batch, in messages to and from its neighbours; 0 if unknown."""

@@ -43,6 +43,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
 from lengthwise.plan.space.parts import holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.shared_work import shared_work, work_shares
+from lengthwise.plan.space.split_backwards import SplitBackwards
 
 TUNED = ("static", "packed", "hotspa")
 """Policies whose equal pipelines are strategies too."""
@@ -83,7 +84,7 @@ class AutoPolicy:
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
         self.bound = SearchSpaceBound(problem, self.candidates, any_recompute=True)
-        self.runs = FastestRuns(self.candidates)
+        self.runs, self.split_backwards = FastestRuns(self.candidates), SplitBackwards(self.candidates)
         self.others = others
         self.parts = parts_of(problem.candidates)
         families = [families_of(problem, part) for part in holding(self.parts, problem.max_length)]
@@ -133,6 +134,7 @@ class AutoPolicy:
         if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
             drafts += _repacked(priced, drafts)
         drafts = self._improved(priced, drafts)
+        drafts += self.split_backwards.faster(priced, drafts)
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 

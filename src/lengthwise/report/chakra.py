@@ -9,7 +9,7 @@ and the weights of sharded layers move beside the computation, other collectives
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.zero_bubble import pass_times, splits, stage_times
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 from lengthwise.cost.links import Sent
 from lengthwise.cost.memory_model import DTYPE_BYTES
 from lengthwise.cost.weight_shards import held_params, largest_held_params
 from lengthwise.report import protobuf
 from lengthwise.report.whole_file import write_whole
-from lengthwise.sim.pipeline import forwards_s
-from lengthwise.sim.schedule_check import Operation, OperationKind, operations
+from lengthwise.sim.schedule_check import PASSES, Operation, OperationKind, operations
 
 SCHEMA_VERSION = "0.0.4"
 PREFIX = "lengthwise"
@@ -53,6 +53,7 @@ class Collective(IntEnum):
 
 Calls = list[tuple[Collective, int]]
 """Collectives and the bytes that each rank puts into them."""
+KINDS = {operation: kind for kind, operation in PASSES.items()}
 _FIELD_OF_VALUE = {"int32": 7, "int64": 9, "uint64": 13, "bool": 27, "string": 29}
 _TYPE_OF_ATTRIBUTE = {
     "is_cpu_op": "bool", "num_ops": "int64", "tensor_size": "uint64", "comm_type": "int64", "comm_size": "int64",
@@ -110,26 +111,47 @@ class _Work:
         """Microseconds of computing in a pass."""
         pipeline = self.plan.pipelines[operation.pipeline]
         micro_batch = pipeline.micro_batches[operation.micro_batch]
-        forward_s = forwards_s(pipeline)[operation.micro_batch]
-        pass_s = forward_s if operation.kind is OperationKind.FORWARD else micro_batch.time_s - forward_s
-        hidden = 1 - micro_batch.comm_s / micro_batch.time_s if micro_batch.time_s else 0.0
-        return round(max(0.0, pass_s * hidden) * 1e6)
+        times = stage_times(pass_times(pipeline), _stage(pipeline, operation))
+        pass_s = times[KINDS[operation.kind]][operation.micro_batch]
+        if operation.kind is OperationKind.WEIGHTS:
+            return round(pass_s * 1e6)
+        whole_s = pass_s
+        if operation.kind is OperationKind.BACKWARD:
+            whole_s = pass_times(pipeline).backwards_s[operation.micro_batch]
+        exposed = micro_batch.comm_s / micro_batch.time_s if micro_batch.time_s else 0.0
+        return round(max(0.0, pass_s - whole_s * exposed) * 1e6)
 
     def layers(self, operation: Operation) -> list[tuple[LayerPass, int]]:
-        """The layers of a pass: equal ones once, with their number; a backward computes recomputed forwards again."""
+        """The layers of a pass: equal ones once, with their number; a backward computes recomputed forwards again.
+
+        Half of the products of a backward give gradients of weights, which have a pass of their own where it is split.
+        """
         pipeline = self.plan.pipelines[operation.pipeline]
         micro_batch = pipeline.micro_batches[operation.micro_batch]
         methods, recompute = pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
-        layers = pipeline.scheme.layers_of_stage(_stage(pipeline, operation))
+        stage = _stage(pipeline, operation)
+        layers, is_split = pipeline.scheme.layers_of_stage(stage), splits(pipeline, stage, operation.micro_batch)
         passes: list[tuple[LayerPass, int]] = []
         counts: Counter[tuple[Method, bool]] = Counter((methods[layer], recompute[layer]) for layer in layers)
         for (method, is_recomputed), count in sorted(counts.items()):
             volume = layer_volume(self.model, method, degree=pipeline.scheme.degree, dtype=self.dtype)
+            half = volume.backward.matmul_flops / 2
+            if operation.kind is OperationKind.WEIGHTS:
+                if not is_recomputed:
+                    passes.append((LayerPass(matmul_flops=half, attention_flops=0.0), count))
+                continue
             is_forward = operation.kind is OperationKind.FORWARD
             if is_forward or is_recomputed:
                 passes.append((volume.forward, count))
             if not is_forward:
-                passes.append((volume.backward, count))
+                passes.append(
+                    (
+                        replace(volume.backward, matmul_flops=half)
+                        if is_split and not is_recomputed
+                        else volume.backward,
+                        count,
+                    )
+                )
         return passes
 
     def num_ops(self, operation: Operation) -> int:
@@ -212,7 +234,7 @@ class _RankTrace:
             self._received = [self._message(operation, self._last, size, tag)]
         elif kind is OperationKind.SEND:
             self._sends.append(self._message(operation, self._last, size, tag))
-        elif kind in (OperationKind.FORWARD, OperationKind.BACKWARD):
+        elif kind in KINDS:
             self._pass(operation, work)
         elif len(ranks) > 1:
             if kind is OperationKind.PULL:

@@ -165,7 +165,7 @@ def _arrows(
     spans_of: dict[tuple[int, int, bool, int], list[Span]] = {}
     sends: dict[tuple[int, int, bool, int], int] = {}
     for span, planned in passes:
-        if planned is None or span.kind is SpanKind.DATA:
+        if planned is None or planned.gives_weights or span.kind is SpanKind.DATA:
             continue
         key = (planned.position, planned.number, planned.is_backward, span.rank)
         spans_of.setdefault(key, []).append(span)

@@ -8,12 +8,12 @@ from typing import Any
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.timeline import Span, Timeline
 
-_NAME = re.compile(r"(forward|backward|micro-batch|data) (\d+)")
+_NAME = re.compile(r"(forward|backward|weights|micro-batch|data) (\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPass:
-    """A forward or a backward of one micro-batch on one rank."""
+    """A pass of one micro-batch on one rank."""
 
     position: int
     """Which pipeline of the plan it is."""
@@ -24,6 +24,8 @@ class PlannedPass:
     place: int
     """Where the rank stands among those of its stage."""
     is_backward: bool
+    gives_weights: bool
+    """Whether it is what is left of a split backward."""
     scheme: str
     """Name of the micro-batch's scheme."""
 
@@ -48,9 +50,9 @@ class PlannedPass:
         }
 
     def next_rank(self) -> int | None:
-        """The rank that receives what this pass makes; None on the pipeline's last stage, or first of a backward."""
+        """The rank that receives what this pass makes; None where nobody does."""
         target = self.stage - 1 if self.is_backward else self.stage + 1
-        if not 0 <= target < self.pipeline.scheme.num_stages:
+        if self.gives_weights or not 0 <= target < self.pipeline.scheme.num_stages:
             return None
         return self.pipeline.ranks_of(target)[self.place]
 
@@ -85,7 +87,7 @@ def planned_passes(timeline: Timeline, plan: StepPlan | None) -> Iterator[tuple[
                 schemes[position, number] = pipeline.scheme_of(pipeline.micro_batches[number]).name
             yield span, PlannedPass(
                 position=position, pipeline=pipeline, number=number, stage=stage, place=place,
-                is_backward=word == "backward", scheme=schemes[position, number],
+                is_backward=word == "backward", gives_weights=word == "weights", scheme=schemes[position, number],
             )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError, LengthwiseError, Setting
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost

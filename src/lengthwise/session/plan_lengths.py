@@ -35,6 +35,7 @@ class PlanningOptions(TypedDict, total=False):
     recompute: Literal["auto", "none", "all"]
     offload: Literal["auto", "none", "all"]
     shard_gradients: Literal["none", "auto", "all"]
+    zero_bubble: Literal["none", "auto", "all"]
     memory_margin: float | None
     host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
@@ -77,8 +78,8 @@ def plan(
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         shard_gradients: over the ranks that share whole weights: "none" (the default), "auto", where it pays, or "all".
-        memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
-            of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
+        zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
+        memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
@@ -126,6 +127,7 @@ def comparison_of(
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.plan.space.sharded_gradients import GradientSharding
+    from lengthwise.plan.space.split_backwards import ZeroBubble
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.measured_profile import MeasuredProfile
     from lengthwise.session.planning_args import METHODS, check_names, check_positions, find_lengths, find_model
@@ -133,14 +135,16 @@ def comparison_of(
     _check(options, steps)
     names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
     spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
+    dtype, path = options.get("dtype", "bfloat16"), options.get("profile")
     space = SearchSpace(
         max_degree=options.get("max_degree"),
         max_stages=options.get("max_stages"),
+        head_layers=spec.head_layers,
         methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
         recompute=RecomputeMode(options.get("recompute", "auto")),
-        head_layers=spec.head_layers,
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "none")),
+        zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
     )
     with errors_spelt(spelling):
         view = apply_max_length(
@@ -149,20 +153,11 @@ def comparison_of(
             rule=options.get("over_length", "split"),
         )
         check_positions(spec.name, spec.max_positions, longest=view.lengths.max_length)
-        dtype, path = options.get("dtype", "bfloat16"), options.get("profile")
-        profile = MeasuredProfile.open(path, dtype=dtype, recompute=str(space.recompute)) if path is not None else None
+        profile = None if path is None else MeasuredProfile.open(path, dtype=dtype, recompute=str(space.recompute))
     comparison = PolicyComparison(
-        model=spec,
-        dtype=dtype,
-        profile=profile,
-        overlap=options.get("overlap"),
-        search_space=space,
-        policies=tuple(names),
-        lengths=view.lengths,
-        num_steps=steps,
-        seed=seed,
-        spelling=spelling,
-    )
+        model=spec, dtype=dtype, profile=profile, overlap=options.get("overlap"), search_space=space,
+        policies=tuple(names), lengths=view.lengths, num_steps=steps, seed=seed, spelling=spelling,
+    )  # fmt: skip
     return comparison, view.ledger
 
 

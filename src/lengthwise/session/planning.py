@@ -40,6 +40,7 @@ from lengthwise.plan.space.search_space import (
     make_problem,
 )
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.split_backwards import ZeroBubble
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
 from lengthwise.session.measured_profile import MeasuredProfile
@@ -217,6 +218,7 @@ def make_planner(
         head_layers=spec.head_layers,
         offload=OffloadMode(plan.offload),
         shard_gradients=GradientSharding(plan.shard_gradients),
+        zero_bubble=ZeroBubble(plan.zero_bubble),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
     )
     problem = make_problem(

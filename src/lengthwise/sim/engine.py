@@ -59,7 +59,7 @@ def _activities(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[RankA
     now_s = phase.start_s
     for stage_pass in run.stages[stage]:
         yield from _lasting(now_s, stage_pass.start_s, SpanKind.WAIT, BUBBLE)
-        yield from _pass(stage_pass, run.comm_shares[stage_pass.micro_batch])
+        yield from _pass(stage_pass, run.comm_share(stage, stage_pass))
         now_s = stage_pass.end_s
     yield from _lasting(now_s, run.end_s, SpanKind.WAIT, BUBBLE)
     yield from _after(run.end_s, phase)
@@ -72,8 +72,8 @@ def _after(now_s: float, phase: PhaseRun) -> Iterator[RankActivity]:
 
 
 def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[RankActivity]:
-    """A forward or backward: first what computes, then what only communicates."""
-    name = f"{'backward' if stage_pass.is_backward else 'forward'} {stage_pass.micro_batch}"
+    """A pass: first what computes, then what only communicates."""
+    name = f"{stage_pass.kind.word} {stage_pass.micro_batch}"
     computed_s = max(stage_pass.start_s, stage_pass.end_s - comm_share * (stage_pass.end_s - stage_pass.start_s))
     yield from _lasting(stage_pass.start_s, computed_s, SpanKind.COMPUTE, name)
     yield from _lasting(computed_s, stage_pass.end_s, SpanKind.COMMUNICATE, name)

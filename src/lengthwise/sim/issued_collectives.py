@@ -6,15 +6,17 @@ from typing import Any
 
 from lengthwise.core.layout import shard_size
 from lengthwise.core.parameter_shapes import stage_unit_sizes
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.sim.schedule_check import MESSAGES, Operation, OperationKind, operations
+from lengthwise.sim.schedule_check import MESSAGES, PASSES, Operation, OperationKind, operations
 
 Issued = Mapping[str, Any]
 """One collective: operation, kind, ranks, num_bytes."""
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 POINT_TO_POINT = ("send", "receive")
+PLACES = tuple(map(str, PASSES.values()))
+"""First words of operations that compute micro-batches."""
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 """As a reduce-scatter is recorded: Gloo's is an all-reduce."""
 UNEQUAL = ("all_to_all",)
@@ -36,8 +38,8 @@ def differences_from_plan(
         everyone = tuple(range(plan.num_devices))
         for collective in collectives:
             ranks, place = tuple(collective["ranks"]), collective["operation"].partition(" ")[0]
-            if place in ("forward", "backward") and collective["kind"] not in POINT_TO_POINT:
-                moves_weights = set(ranks) <= set(everyone) and place == "backward"
+            if place in PLACES and collective["kind"] not in POINT_TO_POINT:
+                moves_weights = set(ranks) <= set(everyone) and place != "forward"
                 if ranks not in groups and not moves_weights:
                     differences.append(
                         f"rank {rank}, {collective['operation']}: {collective['kind']} among unplanned {ranks}"
@@ -65,7 +67,7 @@ def _messages(rank: int, steps: Sequence[Any], collectives: Sequence[Issued], ro
     sent = [
         (collective["kind"], tuple(collective["ranks"]), collective["num_bytes"])
         for collective in collectives
-        if collective["kind"] in POINT_TO_POINT and not collective["operation"].startswith(("forward", "backward"))
+        if collective["kind"] in POINT_TO_POINT and not collective["operation"].startswith(PLACES)
     ]
     if planned == sent:
         return []

@@ -1,12 +1,14 @@
-"""A plan's pipeline in virtual time: stages under 1F1B, micro-batches in issue order. S stages, V micro-batches."""
+"""A plan's pipeline in virtual time: what its stages run when. S stages, V micro-batches in issue order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from lengthwise.core.one_f_one_b import StagePass, forwards_in, run_stages
+from lengthwise.core.one_f_one_b import PassTimes, StagePass, run_stages
+from lengthwise.core.pass_order import PassKind
 from lengthwise.core.step_plan import Pipeline
+from lengthwise.core.zero_bubble import pass_orders, pass_times, splits, stage_times
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,9 +30,26 @@ class PipelineRun:
         """[V] of each micro-batch's time, the share in communication that computation does not hide."""
         return tuple(m.comm_s / m.time_s if m.time_s else 0.0 for m in self.pipeline.micro_batches)
 
+    def comm_share(self, stage: int, stage_pass: StagePass) -> float:
+        """Share of a pass in communication: none of a weight pass, whose products need nothing of other ranks.
+
+        That of the whole backward is in the part that sends a gradient on.
+        """
+        number = stage_pass.micro_batch
+        if stage_pass.kind is PassKind.WEIGHTS:
+            return 0.0
+        whole_s, weights_s = (self._predicted[kind][number] for kind in (PassKind.BACKWARD, PassKind.WEIGHTS))
+        if stage_pass.kind is PassKind.FORWARD or not stage or whole_s <= weights_s:
+            return self.comm_shares[number]
+        return min(1.0, self.comm_shares[number] * whole_s / (whole_s - weights_s))
+
+    @cached_property
+    def _predicted(self) -> PassTimes:
+        return pass_times(self.pipeline)
+
     @cached_property
     def kept_bytes(self) -> tuple[int, ...]:
-        """[V] what each micro-batch keeps on each stage from its forward to its backward.
+        """[V] what each micro-batch keeps on each stage from its forward until all of its backward is done.
 
         A plan's peak is that of the first stage with S micro-batches as large as this one in flight, so one of them
         keeps an S-th of what is above the model state.
@@ -43,16 +62,13 @@ class PipelineRun:
         num_bytes = self.pipeline.state_bytes
         bytes_at = {self.start_s: num_bytes}  # what is freed and taken at the same moment is one change
         for stage_pass in self.stages[stage]:
-            kept_bytes = self.kept_bytes[stage_pass.micro_batch]
-            num_bytes += -kept_bytes if stage_pass.is_backward else kept_bytes
-            bytes_at[stage_pass.end_s if stage_pass.is_backward else stage_pass.start_s] = num_bytes
+            number, is_forward = stage_pass.micro_batch, stage_pass.kind is PassKind.FORWARD
+            if stage_pass.kind is PassKind.BACKWARD and splits(self.pipeline, stage, number):
+                continue  # inputs of products and their outputs' gradients are as many numbers as the forward kept
+            num_bytes += self.kept_bytes[number] if is_forward else -self.kept_bytes[number]
+            bytes_at[stage_pass.start_s if is_forward else stage_pass.end_s] = num_bytes
         samples = list(bytes_at.items())
         return samples[:1] + [after for before, after in pairwise(samples) if after[1] != before[1]]
-
-
-def forwards_s(pipeline: Pipeline) -> list[float]:
-    """[V] seconds of each forward on one stage."""
-    return [m.time_s / forwards_in(pipeline.recompute_of(m)) for m in pipeline.micro_batches]
 
 
 def run_pipeline(
@@ -66,10 +82,8 @@ def run_pipeline(
         start_s: when the first forward starts.
         transfer_s: from the end of a pass until the neighbouring stage has its result.
     """
-    forwards = forwards_s(pipeline)
-    backwards = [m.time_s - f for m, f in zip(pipeline.micro_batches, forwards)]
-    times = [
-        ([f * k for f, k in zip(forwards, factors)], [b * k for b, k in zip(backwards, factors)])
-        for factors in slowdowns
-    ]
-    return PipelineRun(pipeline=pipeline, start_s=start_s, stages=run_stages(times, start_s, transfer_s))
+    predicted = pass_times(pipeline)
+    slowed = [PassTimes(*([t * k for t, k in zip(times_s, factors)] for times_s in predicted)) for factors in slowdowns]
+    times = [stage_times(of_stage, stage) for stage, of_stage in enumerate(slowed)]
+    stages = run_stages(times, start_s, transfer_s, orders=pass_orders(pipeline))
+    return PipelineRun(pipeline=pipeline, start_s=start_s, stages=stages)

@@ -12,8 +12,10 @@ from functools import lru_cache
 from typing import NoReturn
 
 from lengthwise.core.errors import CheckError
-from lengthwise.core.pipeline_config import GradientShare, Method, PipelineSchedule, WeightShard, issue_order
+from lengthwise.core.pass_order import PassKind, PipelineSchedule
+from lengthwise.core.pipeline_config import GradientShare, Method, WeightShard
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.zero_bubble import pass_orders
 
 
 class OperationKind(StrEnum):
@@ -22,12 +24,18 @@ class OperationKind(StrEnum):
     PULL = "pull"
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     SEND = "send"
     RECEIVE = "receive"
     PUSH = "push"
 
 
 MESSAGES = (OperationKind.SEND, OperationKind.RECEIVE)
+PASSES = {
+    PassKind.FORWARD: OperationKind.FORWARD,
+    PassKind.BACKWARD: OperationKind.BACKWARD,
+    PassKind.WEIGHTS: OperationKind.WEIGHTS,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +128,18 @@ def _of_pipeline(
     position: int, pipeline: Pipeline, schedule: PipelineSchedule, *, forward_only: bool
 ) -> Iterator[tuple[int, list[Operation]]]:
     """The operations of every rank of a pipeline."""
-    num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
-    for stage in range(num_stages):
-        order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
-        order = [item for item in order if not (forward_only and item[0])]
-        passes = [_pass(position, pipeline, number, stage, is_backward) for is_backward, number in order]
+    num_stages = pipeline.scheme.num_stages
+    for stage, of_stage in enumerate(pass_orders(pipeline, schedule)):
+        order = [item for item in of_stage if not forward_only or item[0] is PassKind.FORWARD]
+        split = {number for kind, number in order if kind is PassKind.WEIGHTS}
+        passes = [_pass(position, pipeline, number, stage, kind, is_split=number in split) for kind, number in order]
         for place, rank in enumerate(pipeline.ranks_of(stage)):
             steps: list[Operation] = []
-            for (is_backward, number), stage_pass in zip(order, passes):
+            for (kind, number), stage_pass in zip(order, passes):
+                if kind is PassKind.WEIGHTS:  # nobody waits for these gradients before the step's end
+                    steps.append(stage_pass)
+                    continue
+                is_backward = kind is PassKind.BACKWARD
                 source, target = (stage + 1, stage - 1) if is_backward else (stage - 1, stage + 1)
                 if 0 <= source < num_stages:
                     steps.append(_message(position, pipeline, number, place, source, stage, is_backward, sends=False))
@@ -137,15 +149,17 @@ def _of_pipeline(
             yield rank, steps
 
 
-def _pass(position: int, pipeline: Pipeline, number: int, stage: int, is_backward: bool) -> Operation:
+def _pass(position: int, pipeline: Pipeline, number: int, stage: int, kind: PassKind, *, is_split: bool) -> Operation:
     micro_batch = pipeline.micro_batches[number]
     how = _how(
         pipeline.scheme.layers_of_stage(stage), pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
     )
-    if is_backward and pipeline.scheme.shard_gradients:
+    if kind is PassKind.BACKWARD and pipeline.scheme.shard_gradients:
         how += f", gradients of each unit reduced to {pipeline.scheme.degree} shares"
+    if kind is PassKind.BACKWARD and is_split:
+        how += ", gradients of weights later"
     return Operation(
-        kind=OperationKind.BACKWARD if is_backward else OperationKind.FORWARD,
+        kind=PASSES[kind],
         ranks=pipeline.ranks_of(stage),
         what=(
             f"of micro-batch {number} of pipeline {position}, stage {stage}: sequences {_named(micro_batch.pack.ids)}, "

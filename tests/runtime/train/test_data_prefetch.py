@@ -10,7 +10,7 @@ import torch
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.micro_batch_tensors import feed

@@ -13,7 +13,8 @@ import torch
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.pipeline_config import Method, PipelineSchedule, uniform_scheme
+from lengthwise.core.pass_order import PipelineSchedule
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.state.propagation import UnitRoute

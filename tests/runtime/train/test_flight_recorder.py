@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step

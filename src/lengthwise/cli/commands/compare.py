@@ -9,6 +9,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.report.whole_file import check_place
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
+from lengthwise.sim.sim_options import SimOptions
 
 
 def run(
@@ -38,6 +39,7 @@ def run(
     recompute: its.Recompute = RecomputeMode.AUTO,
     offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
     shard_gradients: its.ShardGradients = its.GradientSharding.NONE,
+    zero_bubble: its.ZeroBubbleOption = its.ZeroBubble.NONE,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     seed: its.Seed = 0,
@@ -50,7 +52,6 @@ def run(
     from lengthwise.session.compare_lengths import comparison_page
     from lengthwise.session.plan_lengths import comparison_of
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
-    from lengthwise.sim.sim_options import SimOptions
 
     memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **memory)
@@ -59,8 +60,8 @@ def run(
     contest, ledger = comparison_of(
         source, model=model, policies=_names(policies), steps=steps, spelling=COMMAND_LINE, max_length=max_length,
         over_length=over_length.value, max_degree=max_degree, max_stages=max_stages, methods=_names(methods),
-        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value, dtype=dtype.value,
-        profile=profile, overlap=overlap, seed=seed,
+        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value,
+        zero_bubble=zero_bubble.value, dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")

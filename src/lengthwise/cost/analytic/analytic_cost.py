@@ -1,5 +1,6 @@
 """Cost from arithmetic alone: FLOPs over speed, bytes over bandwidth. For planning without a device at hand."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -70,9 +71,14 @@ class AnalyticCost(SeparableCost):
         """Seconds of each sequence that its slowest stage spends in exposed communication."""
         stages, _ = self._stages(scheme)
         length = np.asarray(lengths, dtype=np.float64)
-        slowest = np.argmax([stage.times_s(length) for stage in stages], axis=0)
         comm_s = np.stack([stage.comm_times_s(length) for stage in stages])
-        return np.take_along_axis(comm_s, slowest[None], axis=0)[0]
+        return np.take_along_axis(comm_s, _slowest(stages, length)[None], axis=0)[0]
+
+    def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Seconds of each sequence that its slowest stage spends in gradients of weights of layers not recomputed."""
+        stages, _ = self._stages(scheme)
+        length = np.asarray(lengths, dtype=np.float64)
+        return np.array([stage.per_token_weights_s for stage in stages])[_slowest(stages, length)] * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds of launches and calls of every layer, of weights moved to where they are not held, and of gradients
@@ -116,13 +122,16 @@ class AnalyticCost(SeparableCost):
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
+        Where backwards are split, each keeps S: what gradients of weights wait for, inputs of products and gradients of
+        their outputs, are as many numbers as the layer had saved.
+
         Model state; whole gradients of two units where ranks keep shares; the largest layer's gathered weights; per
         token of the pack what the layers keep on the device, what one layer's backward takes, the whole of one
         recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
         widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
         gradient_width = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
-        degree, in_flight = scheme.degree, scheme.num_stages - stage
+        degree, in_flight = scheme.degree, scheme.num_stages - (0 if scheme.zero_bubble else stage)
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
         lines_of = partial(
@@ -166,3 +175,9 @@ class AnalyticCost(SeparableCost):
             narrow_gradients=self.narrow_gradients, gradient_shares=scheme.degree if scheme.shard_gradients else 1,
         )  # fmt: skip
         return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)
+
+
+def _slowest(stages: Sequence[StageTime], length: np.ndarray) -> np.ndarray:
+    """Which stage takes longest for each length."""
+    slowest: np.ndarray = np.argmax([stage.times_s(length) for stage in stages], axis=0)
+    return slowest

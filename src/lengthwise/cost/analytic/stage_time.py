@@ -79,6 +79,8 @@ class StageTime:
     overhead_s: float
     reach: Reach = _whole_sequence
     copies: tuple[HostCopy, ...] = ()
+    per_token_weights_s: float = 0.0
+    """The part of ``per_token_s`` in gradients of weights of layers that are not recomputed."""
 
     def times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that each sequence adds."""
@@ -127,6 +129,7 @@ class _Sum:
     reach: Reach = _whole_sequence
     rings: dict[str, tuple[float, float]] = field(default_factory=dict)
     copies: list[HostCopy] = field(default_factory=list)
+    weights_s: float = 0.0
 
     def add(self, name: str, volume: LayerPass, *, count: int) -> None:
         """Add a pass of a layer ``count`` times. All rings of a stage and direction carry the same keys and values."""
@@ -182,6 +185,7 @@ class _Sum:
             overhead_s=self.overhead_s,
             reach=self.reach,
             copies=tuple(self.copies),
+            per_token_weights_s=self.weights_s,
         )
 
 
@@ -215,6 +219,8 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
         total.add("forward", volume.forward, count=count * forwards)
         total.add("backward", volume.backward, count=count)
         total.overhead_s += launch_s * (count * forwards + 2 * count) / 3
+        if not layer.is_recomputed:  # of a backward's products, half are with the gradients of outputs and inputs
+            total.weights_s += count * volume.backward.matmul_flops / 2 / rates[0]
         if layer.is_tiled:
             total.add_tiles(layer, model, tile_tokens=scheme.tile_tokens, count=count)
         if layer.is_offloaded:

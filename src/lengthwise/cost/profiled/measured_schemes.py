@@ -36,8 +36,8 @@ def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[Pipe
 
 
 class ProfiledCost(SeparableCost):
-    """A cost model that knows the schemes that were profiled, these with offload, tiles and sharded gradients, and no
-    others."""
+    """A cost model that knows the schemes that were profiled, these with offload, tiles, sharded gradients and split
+    backwards, and no others."""
 
     def __init__(
         self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
@@ -90,8 +90,9 @@ class ProfiledCost(SeparableCost):
         """
         if scheme in self.tables:
             return {scheme: 1.0}
-        if not scheme.is_plain or scheme.shard_gradients:
-            return self._find_parts(replace(without_offload_and_tiles(scheme), shard_gradients=False))
+        if not scheme.is_plain or scheme.shard_gradients or scheme.zero_bubble:
+            plain = without_offload_and_tiles(scheme)
+            return self._find_parts(replace(plain, shard_gradients=False, zero_bubble=False))
         shares = Counter(scheme.methods)
         parts = {
             replace(scheme, methods=(method,) * scheme.num_layers): count / scheme.num_layers

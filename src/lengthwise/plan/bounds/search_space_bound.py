@@ -4,7 +4,8 @@ Say a step takes T at most, U of it for its update, which takes at least u_k und
 those with u_k <= U, and T - U is left for their micro-batches. This is asked for every U, the least answer counts.
 
 A pipeline of S_k stages whose longest sequence takes x holds work of at most T - U - B_k x. Under 1F1B B_k is
-the S_k - 1 backwards that nobody can fill (``lengthwise.core.one_f_one_b``). So a sequence of work w takes at least
+the S_k - 1 backwards that nobody can fill (``lengthwise.core.one_f_one_b``), and where backwards are split only what of
+these cannot wait. So a sequence of work w takes at least
 N_k w / (T - U - B_k w) of the cluster's N devices under the scheme of N_k devices, and all sequences together, each
 under the scheme where that is least, must not take more than N. Phases of a step only shorten what each has left. Where
 T - U does not suffice for a sequence alone, the scheme is out. This is the certificate of ``plan.solve.shop`` with one
@@ -92,7 +93,7 @@ class SearchSpaceBound:
         per_sequence, stages = self._problem.overhead_per_sequence, self._problem.bounding_stages(candidate)
         share_s = overhead_s if per_sequence else overhead_s * grid / pack_tokens
         alone_s = times_s + overhead_s
-        return candidate.num_devices * (times_s + share_s), candidate.num_stages * alone_s, (stages - 1.0) * alone_s
+        return candidate.num_devices * (times_s + share_s), candidate.alone_stages * alone_s, (stages - 1.0) * alone_s
 
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.

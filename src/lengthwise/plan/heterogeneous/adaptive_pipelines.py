@@ -54,6 +54,16 @@ class CandidateFamily:
         return self.pivot.num_stages
 
     @property
+    def flow_stages(self) -> float:
+        """Stages of a flow shop that takes about as long."""
+        return self.pivot.flow_stages
+
+    @property
+    def alone_stages(self) -> float:
+        """Stages that bound what a micro-batch takes alone."""
+        return self.pivot.alone_stages
+
+    @property
     def update_s(self) -> float:
         """Seconds of a step outside its micro-batches, under equal pipelines."""
         return self.pivot.update_s

@@ -5,11 +5,10 @@ from dataclasses import replace
 from itertools import islice
 from math import inf
 
-from lengthwise.core.one_f_one_b import least_stages
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
 from lengthwise.plan.space.candidate import Candidate, Family
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, pack_times_s, pipeline_time_s, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, draft_pipeline_s, pack_times_s, time_s
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
 
@@ -78,10 +77,6 @@ class FastestRuns:
 
 def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = inf) -> float:
     """Seconds of the pipeline's packs; where a bound of them is ``limit_s`` or more, that bound."""
-    times_s = sorted(pack_times_s(priced, pipeline), reverse=True)
-    candidate = pipeline.candidate
-    bound_s = sum(times_s) + (least_stages(candidate.scheme) - 1) * times_s[0]
-    if bound_s >= limit_s:
-        return bound_s
-    forwards = [candidate.forwards] * len(times_s)
-    return pipeline_time_s(times_s, candidate.num_stages, priced.problem.objective, forwards=forwards)
+    times_s = pack_times_s(priced, pipeline)
+    bound_s = sum(times_s) + (pipeline.candidate.least_stages - 1) * max(times_s)
+    return bound_s if bound_s >= limit_s else draft_pipeline_s(priced, pipeline, times_s)[0]

@@ -7,7 +7,7 @@ and where sequences are few, another packing is then often faster.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lengthwise.plan.space.draft_plan import Phase, PipelineDraft, pack_times_s, pipeline_time_s
+from lengthwise.plan.space.draft_plan import Phase, PipelineDraft, draft_pipeline_s, pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
 
 MOST_TRIED = 300
@@ -73,6 +73,4 @@ def _moves(packs: Packs) -> Iterator[Packs]:
 
 def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
     """Seconds of the pipeline's packs."""
-    times_s, candidate = sorted(pack_times_s(priced, pipeline), reverse=True), pipeline.candidate
-    forwards = [candidate.forwards] * len(times_s)
-    return pipeline_time_s(times_s, candidate.num_stages, priced.problem.objective, forwards=forwards)
+    return draft_pipeline_s(priced, pipeline, pack_times_s(priced, pipeline))[0]

@@ -64,7 +64,7 @@ class PipelineGroup:
         """What the scheduler knows of these pipelines."""
         return Machines(
             count=self.count,
-            stages=self.candidate.num_stages,
+            stages=problem.flow_stages(self.candidate),
             setup=0.0 if problem.overhead_per_sequence else self.candidate.overhead_s,
             capacity=self.candidate.max_tokens,
             min_fill=self.candidate.cost.util_tokens(self.candidate.scheme),
@@ -111,7 +111,7 @@ class PlacedStrategy:
 
     def alone_s(self, priced: PricedBatch, positions: np.ndarray) -> np.ndarray:
         """Seconds of each of some sequences alone on its best pipeline."""
-        stages = np.array([[tile.candidate.num_stages] for tile in self.tiles])
+        stages = np.array([[tile.candidate.alone_stages] for tile in self.tiles])
         overheads_s = np.array([[priced.overhead_s(tile.candidate)] for tile in self.tiles])
         return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
 
@@ -140,7 +140,10 @@ class PlacedStrategy:
     def planned(self, priced: PricedBatch) -> tuple[Phase, float]:
         """The pipelines with their packs, and the step's seconds beyond ``update_s``; nothing is known of filler."""
         phase, assignment = self.assign(priced)
-        is_sum = self._bounding == self._machines and not isinstance(self.problem.cost, OverlappedCost)
+        is_split = any(
+            tile.candidate.scheme.zero_bubble for tile in self.tiles
+        )  # what bounds them is not what they take
+        is_sum = self._bounding == self._machines and not is_split and not isinstance(self.problem.cost, OverlappedCost)
         if is_sum or self.problem.lattice is not None:
             return phase, assignment.makespan
         return phase, sum(step_times_s(priced, DraftPlan(phases=(phase,)))) - self.update_s

@@ -245,6 +245,7 @@ class LayerAssigner:
                 ),
                 weights=first.scheme.weights,
                 shard_gradients=first.scheme.shard_gradients,
+                zero_bubble=first.scheme.zero_bubble,
             )
             self._mixes[key] = Candidate(
                 scheme=scheme,

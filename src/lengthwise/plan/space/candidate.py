@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError, Setting
-from lengthwise.core.one_f_one_b import forwards_in, least_stages
+from lengthwise.core.one_f_one_b import forwards_in, least_stages, most_weights_in
 from lengthwise.core.pipeline_config import (
     Method,
     PipelineConfig,
@@ -21,9 +21,9 @@ from lengthwise.core.pipeline_config import (
 from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.data.size_buckets import round_down
 
-Family = tuple[int, tuple[int, ...], WeightPlacement, bool]
-"""Degree, layers per stage, weights and whether gradients are sharded: schemes that agree in them can stand in for one
-another, pack by pack."""
+Family = tuple[int, tuple[int, ...], WeightPlacement, bool, bool]
+"""Degree, layers per stage, weights, and whether gradients are sharded and backwards split: schemes that agree in them
+can stand in for one another, pack by pack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,10 +60,30 @@ class Candidate:
         return least_stages(self.scheme)
 
     @cached_property
+    def flow_stages(self) -> float:
+        """Stages of a flow shop that takes as long with equal micro-batches whose work is all products.
+
+        Where backwards are split, the first stage waits for a forward and what cannot wait of a backward, and has done
+        as many weight passes less than other stages by the end (ZB-H1).
+        """
+        later = 1 - 2 * self.most_weights
+        return 1 + (self.num_stages - 1) * later if self.scheme.zero_bubble else self.num_stages
+
+    @cached_property
+    def alone_stages(self) -> float:
+        """Stages with which S' x bounds what a micro-batch takes alone whose stages take x: weight passes overlap."""
+        return 1 + (self.num_stages - 1) * (1 - self.most_weights) if self.scheme.zero_bubble else self.num_stages
+
+    @cached_property
+    def most_weights(self) -> float:
+        """The largest share of a micro-batch's seconds that gradients of weights take, where these may wait; else 0."""
+        return most_weights_in(self.scheme.recompute) if self.scheme.zero_bubble else 0.0
+
+    @cached_property
     def family(self) -> Family:
         """What candidates share that can stand in for one another."""
         scheme = self.scheme
-        return scheme.degree, scheme.stage_layers, scheme.weights, scheme.shard_gradients
+        return scheme.degree, scheme.stage_layers, scheme.weights, scheme.shard_gradients, scheme.zero_bubble
 
     @cached_property
     def max_tokens(self) -> int:
@@ -110,6 +130,13 @@ class Candidate:
     def times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage that each sequence adds to a micro-batch."""
         return self.cost.sequence_times_s(lengths, self.scheme)
+
+    def weight_times_s(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds per stage of each sequence in gradients of weights that may wait; 0 where backwards are whole."""
+        weight_times_s = getattr(self.cost, "weight_times_s", None)
+        if weight_times_s is None or not self.scheme.zero_bubble:
+            return np.zeros(len(lengths))
+        return np.minimum(weight_times_s(lengths, self.scheme), self.most_weights * self.times_s(lengths))
 
     def recomputing(self, num_layers: int) -> "Candidate":
         """The candidate that recomputes so many layers, at even distances, and is alike otherwise; made once."""

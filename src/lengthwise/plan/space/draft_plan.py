@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, UpdateParts, pipeline_end_s, update_cover_s
+from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, PassTimes, UpdateParts, pipeline_end_s, update_cover_s
 from lengthwise.core.pipeline_config import Strategy
+from lengthwise.core.zero_bubble import filled_end_s
 from lengthwise.cost.overlapped import OverlappedCost, hides_updates
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
@@ -149,21 +150,59 @@ def _filler_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]
 
 
 def pipeline_time_s(
-    times_s: Sequence[float], num_stages: int, objective: Objective, *, forwards: Sequence[float]
+    times_s: Sequence[float],
+    num_stages: int,
+    objective: Objective,
+    *,
+    forwards: Sequence[float],
+    weights_s: Sequence[float] = (),
 ) -> float:
-    """Seconds of a pipeline under 1F1B, or as Hydraulis' Eq. (1) counts them.
+    """Seconds of a pipeline under 1F1B or with split backwards, or as Hydraulis' Eq. (1) counts them.
 
     Args:
         times_s: seconds per stage of its packs, the longest first.
         num_stages: of the pipeline.
         objective: which of the two.
         forwards: how many forwards each pack takes as long as.
+        weights_s: seconds of each pack in gradients of weights that may wait; empty: backwards are whole.
     """
     if not times_s:
         return 0.0
     if objective is Objective.MAX_TIMES_COUNT:
         return max(times_s) * (num_stages - 1 + len(times_s))
-    return pipeline_end_s(times_s, forwards, num_stages)
+    if not any(weights_s):
+        return pipeline_end_s(times_s, forwards, num_stages)
+    forwards_s = [time_s / count for time_s, count in zip(times_s, forwards)]
+    backwards_s = [time_s - forward_s for time_s, forward_s in zip(times_s, forwards_s)]
+    return filled_end_s(PassTimes(forwards_s, backwards_s, weights_s), num_stages)
+
+
+def draft_pipeline_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float]) -> tuple[float, float]:
+    """Seconds of a pipeline whose packs take ``times_s`` per stage, and of its passes that may hide an update."""
+    order, runs = issue_order(priced, pipeline, times_s), runs_of(pipeline)
+    ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
+    weights_s = [weight_times_s(priced, pipeline, times_s)[k] for k in order] if _is_split(pipeline) else []
+    num_stages, objective = pipeline.candidate.num_stages, priced.problem.objective
+    time_s = pipeline_time_s(ordered_s, num_stages, objective, forwards=forwards, weights_s=weights_s)
+    return time_s, update_cover_s(ordered_s, forwards)
+
+
+def _is_split(pipeline: PipelineDraft) -> bool:
+    return pipeline.candidate.scheme.zero_bubble
+
+
+def weight_times_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: Sequence[float]) -> list[float]:
+    """Seconds per stage of each pack in gradients of weights that may wait, of ``times_s`` in all.
+
+    Those of tokens that fill a pack up are not among them.
+    """
+    if not _is_split(pipeline):
+        return [0.0] * len(times_s)
+    lengths = [_lengths_of(priced, pipeline, number) for number in range(len(pipeline.packs))]
+    return [
+        min(float(run.weight_times_s(np.array(of_pack)).sum()), run.most_weights * time_s)
+        for run, of_pack, time_s in zip(runs_of(pipeline), lengths, times_s)
+    ]
 
 
 class PhaseTime(NamedTuple):
@@ -192,14 +231,10 @@ def _phase_time(
         is_no_later = most_s[number] <= slowest_s and most_s[number] + moved_s[number] <= end_s
         if is_no_later and objective is Objective.FLOW_SHOP:
             continue
-        pipeline, times_s = phase[number], all_times_s[number]
-        runs = runs_of(pipeline)
-        order = issue_order(priced, pipeline, times_s)
-        ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
-        time_s = pipeline_time_s(ordered_s, pipeline.candidate.num_stages, objective, forwards=forwards)
+        time_s, passes_s = draft_pipeline_s(priced, phase[number], all_times_s[number])
         end_s = max(end_s, time_s + moved_s[number])
         if time_s > slowest_s:
-            slowest_s, cover_s = time_s, update_cover_s(ordered_s, forwards)
+            slowest_s, cover_s = time_s, passes_s
     return PhaseTime(slowest_s, cover_s, end_s - slowest_s)
 
 

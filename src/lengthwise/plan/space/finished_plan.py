@@ -19,6 +19,7 @@ from lengthwise.plan.space.draft_plan import (
     numbers_by_candidate,
     runs_of,
     step_times_of,
+    weight_times_s,
     whole_update_s,
 )
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -103,10 +104,12 @@ def _micro_batches(
 ) -> tuple[PlannedMicroBatch, ...]:
     """The packs of a pipeline in issue order; takes one item of ``figures`` for each."""
     scheme = pipeline.candidate.scheme
+    weights_s = iter(weight_times_s(priced, pipeline, times_s))
     micro_batches = [
         PlannedMicroBatch(
             pack=pack,
             time_s=time_s,
+            weights_s=next(weights_s),
             comm_s=min(comm_s, time_s),  # that of a unit is counted as of one sequence
             peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,

@@ -19,9 +19,9 @@ FEW_METHODS = 3
 def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     """The candidates, then the parts of them, each once.
 
-    Without offload and tiles; without sharded gradients; without each of the methods; of each lower degree and number
-    of stages at most; without tiles or without offload; those that recompute no layer, or all, and of these the ones
-    without offload and tiles; then of fewer methods.
+    Without offload and tiles; without sharded gradients; with whole backwards; without each of the methods; of each
+    lower degree and number of stages at most; without tiles or without offload; those that recompute no layer, or all,
+    and of these the ones without offload and tiles; then of fewer methods.
     """
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
@@ -41,13 +41,14 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
 
 
 def main_parts(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
-    """The candidates, those without offload and tiles, those without sharded gradients, and those without each of the
-    methods, each once."""
+    """The candidates, those without offload and tiles, those without sharded gradients, those with whole backwards, and
+    those without each of the methods, each once."""
     without_one = (_without((method,)) for method in reversed(_shared_methods(candidates)))
     tests = [
         lambda scheme: True,
         lambda scheme: scheme.is_plain,
         lambda scheme: not scheme.shard_gradients,
+        lambda scheme: not scheme.zero_bubble,
         *without_one,
     ]
     return list(dict.fromkeys(_passing(candidates, tests)))

@@ -92,6 +92,10 @@ class PlanningProblem:
         """The stages of a flow shop that ends no later than a pipeline of ``candidate`` with the same packs."""
         return candidate.least_stages if self.objective is Objective.FLOW_SHOP else candidate.num_stages
 
+    def flow_stages(self, candidate: Candidate) -> float:
+        """The stages of a flow shop that takes about as long as a pipeline of ``candidate``."""
+        return candidate.flow_stages if self.objective is Objective.FLOW_SHOP else candidate.num_stages
+
     def check_fits(self, lengths: np.ndarray, ids: np.ndarray | None = None) -> None:
         """Raise ``InfeasibleError`` if some sequence fits under no scheme: number, limit and way out."""
         longest = int(np.argmax(lengths))

@@ -22,6 +22,7 @@ from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
 from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode, ladder_candidates
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded
+from lengthwise.plan.space.split_backwards import ZeroBubble, with_split_backwards
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
 SHARDED_METHODS = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
@@ -69,6 +70,8 @@ class SearchSpace:
     or longer sequences need it."""
     shard_gradients: GradientSharding = GradientSharding.NONE
     """Whether ranks of a stage with whole weights shard the gradients of every micro-batch; auto: where that pays."""
+    zero_bubble: ZeroBubble = ZeroBubble.NONE
+    """Whether stages split backwards, to fill their waits with gradients of weights; auto: whatever is faster."""
     tile_tokens: int | None = None
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
 
@@ -204,7 +207,7 @@ def _candidates(
             tile_tokens=TILE_TOKENS if search_space.tile_tokens is None else 0,
             recomputed={RecomputeMode.NONE: 0.0, RecomputeMode.ALL: 1.0}.get(search_space.recompute),
         )
-    return schemes, candidates
+    return schemes, with_split_backwards(candidates, search_space.zero_bubble)
 
 
 def _refuse(

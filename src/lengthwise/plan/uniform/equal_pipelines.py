@@ -98,7 +98,7 @@ def strategy_floor_s(priced: PricedBatch, candidate: Candidate, positions: np.nd
     fewest = -(-int(priced.lengths[positions].sum()) // candidate.max_tokens)
     used = priced.problem.num_devices // candidate.num_devices * candidate.num_devices
     even_s = (float(times_s.sum()) + fewest * overhead_s) * candidate.num_devices / used
-    return max(even_s, candidate.num_stages * (float(times_s.max()) + overhead_s))
+    return max(even_s, candidate.alone_stages * (float(times_s.max()) + overhead_s))
 
 
 def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
@@ -116,7 +116,7 @@ def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
         capacity=candidate.max_tokens,
     )
     times_s = priced.times_s(candidate)
-    alone_s = candidate.num_stages * (float(times_s.max()) + priced.overhead_s(candidate))
+    alone_s = candidate.alone_stages * (float(times_s.max()) + priced.overhead_s(candidate))
     certificate = certify(times_s[None, :], priced.lengths, [machines], objective=problem.objective)
     return max(certificate.bound, alone_s * (1 - ROUNDING))
 

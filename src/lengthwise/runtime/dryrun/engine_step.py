@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import CheckError
-from lengthwise.core.pipeline_config import GradientShare, PipelineSchedule, WeightShard
+from lengthwise.core.pass_order import PipelineSchedule
+from lengthwise.core.pipeline_config import GradientShare, WeightShard
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind

@@ -79,7 +79,8 @@ def _with_plain_errors(work: Callable[[int], dict[str, Any]], rank: int) -> dict
 def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
     """The function that runs one rank: a step of an own or of a prepared model, or a profile of a prepared one."""
     from lengthwise.config.optimizer_settings import OptimizerSettings
-    from lengthwise.core.pipeline_config import Method, PipelineSchedule
+    from lengthwise.core.pass_order import PipelineSchedule
+    from lengthwise.core.pipeline_config import Method
     from lengthwise.core.specs import ModelSpec
     from lengthwise.core.step_plan import StepPlan
     from lengthwise.core.typed_json import from_document

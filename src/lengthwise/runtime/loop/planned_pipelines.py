@@ -104,6 +104,11 @@ def check_executable(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
             )
+        if scheme.zero_bubble:
+            raise InputError(
+                f"{where}: pipelines[{number}] splits backwards, which this library's own models alone do; plan with "
+                "zero_bubble=false"
+            )
         if not can_recompute and any(pipeline.scheme_of(m).num_recomputed for m in pipeline.micro_batches):
             raise InputError(
                 f"{where}: pipelines[{number}] recomputes layers, which {Setting.RECOMPUTE}=none left out of the "

@@ -12,7 +12,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.pass_order import issue_order
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key

@@ -18,6 +18,7 @@ from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import Dense, Operators, Tables
+from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products, WeightGradients
 from lengthwise.runtime.models.targets import rows_with_target
 from lengthwise.runtime.models.tiles import Tiles
 
@@ -73,6 +74,8 @@ class ActivationPlan:
     """Groups of heads that are attended with in turn, where ranks trade tokens for heads."""
     host: Offload | None = None
     """Moves them; needed where layers are offloaded."""
+    weight_gradients: WeightGradients | None = None
+    """Takes the gradients of weights that the backward leaves for later; None: it leaves none."""
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
@@ -81,6 +84,12 @@ class ActivationPlan:
     def tiles(self, layer: int) -> Tiles:
         """How ``layer`` cuts the tokens of its feed-forward."""
         return Tiles(self.tile_tokens, self.is_recomputed(layer))
+
+    def products(self, layer: int) -> Products:
+        """How ``layer`` multiplies tokens by weights; the backward of a recomputed layer leaves nothing for later."""
+        if self.weight_gradients is None or self.is_recomputed(layer):
+            return WHOLE_BACKWARDS
+        return self.weight_gradients.of_unit(layer + 1)
 
     def saving(self, layer: int, lasting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Around the forward of ``layer``: what it saves stays or is offloaded, but for ``lasting`` tensors."""
@@ -170,7 +179,8 @@ class OneDevice:
     def operators(self, layer: int) -> Dense:
         """One-device operators in the layer's view."""
         number = layer % len(self.views)
-        return Dense(self.views[number], self._tables[number], self._activations.tiles(layer))
+        tiles, products = self._activations.tiles(layer), self._activations.products(layer)
+        return Dense(self.views[number], self._tables[number], tiles, products)
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""

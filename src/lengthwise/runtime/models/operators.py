@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lengthwise.runtime.models.activation import silu_mul
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products
 from lengthwise.runtime.models.rope import split, split_and_rotate
 from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
 from lengthwise.runtime.models.varlen_attention import attend
@@ -49,9 +50,11 @@ class AttentionWeights(LayerWeights):
     qkv_bias: Tensor | None = None
     """[E]"""
 
-    def project(self, x_tD: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x_tD: Tensor, tables: Tables | None, products: Products = WHOLE_BACKWARDS
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of (normed) tokens, with weights that are held whole."""
-        return self.heads(F.linear(x_tD, self.qkv, self.qkv_bias), tables)
+        return self.heads(products.linear(x_tD, self.qkv, self.qkv_bias), tables)
 
     def heads(self, qkv_tE: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[t, N, H]``, keys and values ``[t, K, H]`` of a projection; rotated, if there are ``tables``."""
@@ -115,12 +118,19 @@ class Dense:
 
     has_whole_weights = True
 
-    def __init__(self, view: AttentionView, tables: Tables | None, tiles: Tiles = ALL_AT_ONCE) -> None:
-        self.view, self.tables, self.tiles = view, tables, tiles
+    def __init__(
+        self,
+        view: AttentionView,
+        tables: Tables | None,
+        tiles: Tiles = ALL_AT_ONCE,
+        products: Products = WHOLE_BACKWARDS,
+    ) -> None:
+        self.view, self.tables, self.tiles, self.products = view, tables, tiles, products
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
-        return self.attend(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
+        out_TNH = self.attend(*weights.project(x_TD, self.tables, self.products))
+        return self.products.matmul(out_TNH.flatten(1), weights.proj)
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of projected queries, keys and values, ``[T, N, H]``."""
@@ -128,7 +138,7 @@ class Dense:
 
     def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
         """Feed-forward of all tokens: up, activation, down."""
-        return feed_forward(x_TD, weights)
+        return feed_forward(x_TD, weights, self.products)
 
     def tokenwise(self, half: TokenwiseHalf, x_TD: Tensor) -> Tensor:
         """The half of a layer behind attention, in tiles if the plan has them."""
@@ -147,7 +157,8 @@ def attend_in(view: AttentionView, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) 
     return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)[places]
 
 
-def feed_forward(x_tD: Tensor, weights: FfnWeights) -> Tensor:
+def feed_forward(x_tD: Tensor, weights: FfnWeights, products: Products = WHOLE_BACKWARDS) -> Tensor:
     """``activation(x up^T + bias) down``, or SwiGLU (Shazeer 2020): ``(silu(x gate^T) * (x up^T)) down``."""
-    gate_tF = None if weights.gate is None else F.linear(x_tD, weights.gate)
-    return weights.activate(F.linear(x_tD, weights.up, weights.up_bias), gate_tF) @ weights.down
+    gate_tF = None if weights.gate is None else products.linear(x_tD, weights.gate)
+    active_tF = weights.activate(products.linear(x_tD, weights.up, weights.up_bias), gate_tF)
+    return products.matmul(active_tF, weights.down)

@@ -42,7 +42,7 @@ def _dense(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> O
     """One device; with groups of heads as Ulysses among one rank."""
     if stage.head_groups > 1:
         return _sequence_parallel(Method.ULYSSES, stage, attention, ffn)
-    return Dense(stage.view.view, stage.view.tables, stage.tiles)
+    return Dense(stage.view.view, stage.view.tables, stage.tiles, stage.products)
 
 
 def _in_ring(view: StageView) -> CrossTokenAttention:

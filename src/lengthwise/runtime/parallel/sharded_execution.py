@@ -79,6 +79,7 @@ class StageExecution:
                 layer=number,
                 tiles=activations.tiles(number),
                 head_groups=activations.head_groups,
+                products=activations.products(number),
                 watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights

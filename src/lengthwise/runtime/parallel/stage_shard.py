@@ -17,6 +17,7 @@ from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import AttentionWeights, LayerWeights, Tables
+from lengthwise.runtime.models.products import Products
 from lengthwise.runtime.models.tiles import Tiles
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
@@ -151,6 +152,7 @@ class LayerStage:
     layer: int
     tiles: Tiles
     head_groups: int
+    products: Products
     watch: ExecutionWatch
 
     @property
@@ -167,7 +169,7 @@ class LayerStage:
 
     def whole(self, weights: LayerWeights) -> WholeWeights:
         """Wrap weights that this rank holds whole."""
-        return WholeWeights(weights.tensors)
+        return WholeWeights(weights.tensors, self.products)
 
     def gathered(self, weights: LayerWeights) -> GatheredWeights:
         """Wrap sharded weights that are gathered when they are needed."""

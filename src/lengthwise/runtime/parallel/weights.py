@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products
 from lengthwise.runtime.parallel.shards import FlatShards
 
 
@@ -58,6 +59,7 @@ class WholeWeights:
     """Weights that this rank holds whole."""
 
     tensors: Mapping[str, Tensor]
+    products: Products = WHOLE_BACKWARDS
 
     def enter(self, x: Tensor) -> Tensor:
         """Return ``x``: there is nothing to gather or to free."""
@@ -65,11 +67,11 @@ class WholeWeights:
 
     def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
         """``x @ weight^T + bias``"""
-        return F.linear(x_tI, self.tensors[weight], self.tensors[bias] if bias else None)
+        return self.products.linear(x_tI, self.tensors[weight], self.tensors[bias] if bias else None)
 
     def matmul(self, x_tI: Tensor, weight: str) -> Tensor:
         """``x @ weight``"""
-        return x_tI @ self.tensors[weight]
+        return self.products.matmul(x_tI, self.tensors[weight])
 
     def leave(self, x: Tensor) -> Tensor:
         """Return ``x``: there is nothing to gather or to free."""

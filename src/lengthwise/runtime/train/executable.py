@@ -45,6 +45,11 @@ def check_compiled(plan: StepPlan) -> None:
                 "or groups of heads, and compiled layers compute all at once; plan tile_tokens=0 and head_groups=1, "
                 f"or set {Setting.COMPILE}=false"
             )
+        if pipeline.scheme.zero_bubble:
+            raise InputError(
+                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] splits backwards, "
+                f"and those of compiled layers are whole; plan with zero_bubble=false, or set {Setting.COMPILE}=false"
+            )
         if pipeline.scheme.weights is WeightPlacement.SHARDED and pipeline.scheme.degree > 1:
             raise InputError(
                 f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] shares layers by "

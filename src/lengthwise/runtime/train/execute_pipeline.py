@@ -1,4 +1,4 @@
-"""One rank's operations of a step on tensors: pull, receive, forward, backward, send, push, in the order of its list.
+"""One rank's operations of a step on tensors: pull, receive, the passes, send, push, in the order of its list.
 
 t tokens of this rank, D hidden size.
 """
@@ -20,6 +20,7 @@ from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_memory
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
+from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.state.gradient_shares import GRADIENT_SHARES
 from lengthwise.runtime.state.loss_scaler import scale_of
@@ -29,6 +30,8 @@ from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors
 from lengthwise.runtime.train.stage_input import StageInput
 from lengthwise.sim.schedule_check import Operation, OperationKind, WeightPhase
 
+ADDING_PASSES = (OperationKind.BACKWARD, OperationKind.WEIGHTS)
+"""Passes that add to gradients of weights."""
 OUTPUTS, GRADIENTS = "outputs", "gradients"
 """Groups of a pipeline: messages one way never wait for those the other way."""
 
@@ -38,7 +41,8 @@ class StepWatch(ExecutionWatch):
 
     def __init__(self, state: ShardedState, clock: StepClock) -> None:
         self._state, self._clock = state, clock
-        self.is_last_backward = False
+        self.is_last_pass = False
+        """Whether no pass after this one adds to any gradient."""
 
     def need(self, unit: int) -> None:
         """Wait until the weights of ``unit`` are there."""
@@ -48,7 +52,7 @@ class StepWatch(ExecutionWatch):
 
     def complete(self, unit: int) -> None:
         """Reduce ``unit`` to shares, if ranks keep these; push it if no micro-batch adds to its gradients any more."""
-        self._state.complete(unit, is_last=self.is_last_backward)
+        self._state.complete(unit, is_last=self.is_last_pass)
 
 
 @dataclass
@@ -83,13 +87,20 @@ class WeightPhaseRun:
         self._world = self.state.world
         self._watch = StepWatch(self.state, self.clock)
         self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._weight_gradients: dict[tuple[int, int], WeightGradients] = {}
+        """Of micro-batches whose backwards are split, from the forward until their gradients of weights are there."""
         self._received: Tensor | None = None
         self._going: list[AsyncResult] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
 
     def run(self, stretch: WeightPhase, operations: tuple[Operation, ...]) -> None:
         """Execute all operations in their order."""
-        backwards = [number for number, operation in enumerate(operations) if operation.kind is OperationKind.BACKWARD]
+        ends = [number for number, operation in enumerate(operations) if operation.kind in ADDING_PASSES]
+        self._weight_gradients = {
+            (operation.pipeline, operation.micro_batch): WeightGradients()
+            for operation in operations
+            if operation.kind is OperationKind.WEIGHTS
+        }
         for number, operation in enumerate(operations):
             if operation.kind is OperationKind.PULL:
                 self._pull(stretch)
@@ -97,9 +108,10 @@ class WeightPhaseRun:
                 self._push()
             elif operation.kind is OperationKind.FORWARD:
                 self._compute(operation, self._forward)
-            elif operation.kind is OperationKind.BACKWARD:
-                self._watch.is_last_backward = number == backwards[-1]
-                self._compute(operation, self._backward)
+            elif operation.kind in ADDING_PASSES:
+                self._watch.is_last_pass = number == ends[-1]
+                begins = operation.kind is OperationKind.BACKWARD
+                self._compute(operation, self._backward if begins else self._finish_backward)
             elif operation.kind is OperationKind.RECEIVE:
                 self._receive(operation)
             else:
@@ -188,6 +200,12 @@ class WeightPhaseRun:
             del self._in_flight[operation.pipeline, operation.micro_batch]
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
+    def _finish_backward(self, operation: Operation) -> None:
+        """Compute the gradients of weights that a split backward left for later."""
+        with self.clock.span(SpanKind.COMPUTE, f"{operation.kind} {operation.micro_batch}"):
+            self._weight_gradients.pop((operation.pipeline, operation.micro_batch)).compute(self._watch.complete)
+        self.clock.sample_memory(bytes_in_use(self._world.device))
+
     def _receive(self, operation: Operation) -> None:
         """Start receiving the input of the next pass in the list."""
         group, source, _ = self._channel(operation)
@@ -233,7 +251,9 @@ class WeightPhaseRun:
         with self.clock.span(SpanKind.DATA, f"data {operation.micro_batch}"):
             fed = self.feeds(micro_batch.pack)
         stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
-        layers, activations = scheme.layers_of_stage(stage), self._activations(pipeline.scheme_of(micro_batch))
+        weight_gradients = self._weight_gradients.get((operation.pipeline, operation.micro_batch))
+        layers = scheme.layers_of_stage(stage)
+        activations = self._activations(pipeline.scheme_of(micro_batch), weight_gradients)
         if scheme.degree == 1 and activations.head_groups == 1:
             return OneDevice(
                 fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
@@ -254,7 +274,7 @@ class WeightPhaseRun:
             watch=self._watch,
         )
 
-    def _activations(self, scheme: PipelineConfig) -> ActivationPlan:
+    def _activations(self, scheme: PipelineConfig, weight_gradients: WeightGradients | None) -> ActivationPlan:
         is_offloaded = scheme.num_offloaded > 0 and not self.forward_only
         return ActivationPlan(
             recompute=scheme.recompute,
@@ -262,6 +282,7 @@ class WeightPhaseRun:
             tile_tokens=scheme.tile_tokens,
             head_groups=scheme.head_groups,
             host=self._world.offload.micro_batch() if is_offloaded else None,
+            weight_gradients=weight_gradients,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InfeasibleError, LengthwiseError, Setting
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import gather_rows

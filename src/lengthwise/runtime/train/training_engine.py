@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import Pack
-from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.activity import ACTIVITY

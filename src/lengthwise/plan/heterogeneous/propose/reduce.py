@@ -47,7 +47,7 @@ def reduce_candidates(
     order = np.argsort(_regrets(candidates, times_s, grid), kind="stable").tolist()
     holding = np.flatnonzero(limits >= min(grid[-1], limits.max())).tolist()
     fastest = min(
-        holding, key=lambda index: candidates[index].num_stages * float(candidates[index].times_s(grid[-1:])[0])
+        holding, key=lambda index: candidates[index].alone_stages * float(candidates[index].times_s(grid[-1:])[0])
     )
     wanted = [fastest, *(index for index, candidate in enumerate(candidates) if candidate in keep), *order]
     return [candidates[index] for index in sorted(list(dict.fromkeys(wanted))[:max_candidates])]
@@ -81,8 +81,8 @@ def _equal_s(problem: PlanningProblem, candidate: ProposedCandidate, lengths: np
     )
     enough = np.minimum(counts[::-1], count)[:count]
     longest_s = np.repeat(times_s[::-1][:count], enough)[:count]
-    waiting_s = (candidate.num_stages - 1) * float(longest_s.mean() + overhead_s)
-    alone_s = candidate.num_stages * float(longest_s[0] + overhead_s)
+    waiting_s = (candidate.flow_stages - 1) * float(longest_s.mean() + overhead_s)
+    alone_s = candidate.alone_stages * float(longest_s[0] + overhead_s)
     return max(float(times_s @ counts) / count + packs_s + waiting_s, alone_s)
 
 
@@ -96,7 +96,7 @@ def _grid(lengths: np.ndarray) -> np.ndarray:
 def _dominated(candidates: list[ProposedCandidate], times_s: np.ndarray) -> np.ndarray:
     """[K] whether some other candidate is at least as good in every respect."""
     merits = [
-        (-candidate.max_tokens, -pack_tokens_of(candidate), candidate.num_stages, candidate.overhead_s, *row)
+        (-candidate.max_tokens, -pack_tokens_of(candidate), candidate.flow_stages, candidate.overhead_s, *row)
         for candidate, row in zip(candidates, times_s.tolist())
     ]
     values = np.array(merits)
@@ -116,7 +116,7 @@ def _regrets(candidates: list[ProposedCandidate], times_s: np.ndarray, grid: np.
     not wait: for them, only candidates that take no longer are compared with.
     """
     devices = np.array([[candidate.num_devices] for candidate in candidates])
-    stages = np.array([[candidate.num_stages] for candidate in candidates])
+    stages = np.array([[candidate.flow_stages] for candidate in candidates])
     overheads_s = np.array([[candidate.overhead_s] for candidate in candidates])
     packs = np.maximum(np.array([[pack_tokens_of(candidate)] for candidate in candidates]), grid)
     fits = np.isfinite(times_s)

@@ -55,8 +55,8 @@ class Workload:
 
     @cached_property
     def stages(self) -> np.ndarray:
-        """[K] stages of a pipeline."""
-        return np.array([candidate.num_stages for candidate in self.candidates])
+        """[K] stages of a pipeline, as a flow shop has them that takes about as long."""
+        return np.array([candidate.flow_stages for candidate in self.candidates])
 
     @cached_property
     def limits(self) -> np.ndarray:

@@ -1,0 +1,145 @@
+"""Pipelines whose backwards are split, so that stages compute gradients of weights where they would wait.
+
+After ZB-H1 of Zero Bubble Pipeline Parallelism (Qi et al. 2023, arXiv 2401.10241), for micro-batches of unequal length.
+A backward sends the gradient of a stage's input on before the gradients of weights are there; these are a pass of their
+own. Forwards and backwards keep the order of 1F1B. Weight passes run in the order of micro-batches:
+
+* before a forward, if the stage would hold more than S micro-batches otherwise, those counted whose weight pass is yet
+  to come. So no stage holds more than the first one does under 1F1B;
+* where the next forward or backward is not there yet;
+* last.
+
+How long a pass that delays the next one may exceed the wait is tried; what ends first is taken. One of the tries is to
+run each weight pass at once: there every pass begins no later than under 1F1B, so that nothing ends later.
+
+The order is decided in virtual time, from the seconds in the plan alone: simulator, proof and every rank of the runtime
+come to the same. The first stage sends no gradient on, and splits nothing. S stages, V micro-batches.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from lengthwise.core.one_f_one_b import PassTimes, StagePass, forwards_in, run_stages
+from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule, issue_order
+from lengthwise.core.step_plan import Pipeline
+
+AT_ONCE = math.inf
+EXCESSES = (0.0, 0.5, 1.0, AT_ONCE)
+"""Shares of a weight pass that may be beyond the wait it begins in: tried in turn."""
+
+
+def pass_times(pipeline: Pipeline) -> PassTimes:
+    """Predicted seconds of the passes of a pipeline's stages, backwards whole."""
+    forwards_s = [m.time_s / forwards_in(pipeline.recompute_of(m)) for m in pipeline.micro_batches]
+    backwards_s = [m.time_s - forward_s for m, forward_s in zip(pipeline.micro_batches, forwards_s)]
+    if not pipeline.scheme.zero_bubble:
+        return PassTimes(forwards_s, backwards_s, [0.0] * len(forwards_s))
+    weights_s = [min(m.weights_s, backward_s) for m, backward_s in zip(pipeline.micro_batches, backwards_s)]
+    return PassTimes(forwards_s, backwards_s, weights_s)
+
+
+def splits(pipeline: Pipeline, stage: int, number: int) -> bool:
+    """Whether ``stage`` splits the backward of the micro-batch ``number``."""
+    return pipeline.scheme.zero_bubble and stage > 0 and pipeline.micro_batches[number].weights_s > 0
+
+
+def pass_orders(
+    pipeline: Pipeline, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of each stage of a pipeline in order. Under GPipe all backwards are whole."""
+    num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
+    if pipeline.scheme.zero_bubble and schedule is PipelineSchedule.ONE_F_ONE_B:
+        return filled_orders(pass_times(pipeline), num_stages)
+    return tuple(
+        tuple(issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule))
+        for stage in range(num_stages)
+    )
+
+
+def stage_times(times: PassTimes, stage: int) -> PassTimes:
+    """Seconds of the passes of ``stage``, from those with whole backwards."""
+    if not stage:
+        return times
+    return times._replace(
+        backwards_s=[time_s - weights_s for time_s, weights_s in zip(times.backwards_s, times.weights_s)]
+    )
+
+
+def filled_orders(times: PassTimes, num_stages: int) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of each stage in order, with weight passes in the waits of the others.
+
+    ``times``: the same on every stage, backwards whole.
+    """
+    of_stages = [stage_times(times, stage) for stage in range(num_stages)]
+    tried = [_Filling(of_stages, excess).orders() for excess in EXCESSES]
+    ends_s = [_end_s(run_stages(of_stages, orders=orders)) for orders in tried]
+    return tried[min(range(len(tried)), key=ends_s.__getitem__)]
+
+
+def filled_end_s(times: PassTimes, num_stages: int) -> float:
+    """Seconds from the first forward to the last pass; see :func:`filled_orders`."""
+    of_stages = [stage_times(times, stage) for stage in range(num_stages)]
+    return min(_end_s(run_stages(of_stages, orders=_Filling(of_stages, excess).orders())) for excess in EXCESSES)
+
+
+def _end_s(stages: Sequence[Sequence[StagePass]]) -> float:
+    return max((passes[-1].end_s for passes in stages if passes), default=0.0)
+
+
+class _Filling:
+    """Decides the order of one pipeline's passes, stage by stage as far as what they wait for is known."""
+
+    def __init__(self, times: Sequence[PassTimes], excess: float) -> None:
+        self._times, self._excess = times, excess
+        self._count, num_stages = len(times[0].forwards_s), len(times)
+        self._left = [
+            deque(issue_order(stage, num_stages=num_stages, num_micro_batches=self._count))
+            for stage in range(num_stages)
+        ]
+        unknown = [[math.inf] * self._count for _ in range(2 * num_stages)]
+        self._ready_s = unknown[:num_stages], unknown[num_stages:]
+        self._ready_s[PassKind.FORWARD][0] = [0.0] * self._count
+        self._now_s = [0.0] * num_stages
+        self._waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
+        self._in_flight = [0] * num_stages
+        self._orders: list[list[Pass]] = [[] for _ in range(num_stages)]
+
+    def orders(self) -> tuple[tuple[Pass, ...], ...]:
+        """The passes of each stage."""
+        while any(self._left):
+            for stage, left in enumerate(self._left):
+                while left and (ready_s := self._ready_s[left[0][0]][stage][left[0][1]]) < math.inf:
+                    if self._fills(stage, left[0][0], ready_s):
+                        self._run(stage, PassKind.WEIGHTS, self._waiting[stage].popleft())
+                    else:
+                        self._now_s[stage] = max(self._now_s[stage], ready_s)
+                        self._run(stage, *left.popleft())
+        for order, waiting in zip(self._orders, self._waiting):
+            order += [(PassKind.WEIGHTS, number) for number in waiting]
+        return tuple(map(tuple, self._orders))
+
+    def _fills(self, stage: int, next_kind: PassKind, ready_s: float) -> bool:
+        """Whether a weight pass comes before the next pass, which can begin at ``ready_s``."""
+        waiting = self._waiting[stage]
+        if not waiting or self._excess == AT_ONCE:
+            return bool(waiting)
+        if next_kind is PassKind.FORWARD and self._in_flight[stage] + len(waiting) >= len(self._times):
+            return True
+        wait_s = ready_s - self._now_s[stage]
+        return wait_s > 0 and self._times[stage].weights_s[waiting[0]] * (1 - self._excess) <= wait_s
+
+    def _run(self, stage: int, kind: PassKind, number: int) -> None:
+        times = self._times[stage]
+        self._now_s[stage] = end_s = self._now_s[stage] + times[kind][number]
+        self._orders[stage].append((kind, number))
+        if kind is PassKind.FORWARD:
+            self._in_flight[stage] += 1
+            is_last = stage == len(self._times) - 1
+            self._ready_s[PassKind.BACKWARD if is_last else kind][stage + (not is_last)][number] = end_s
+        elif kind is PassKind.BACKWARD:
+            self._in_flight[stage] -= 1
+            if stage:
+                self._ready_s[kind][stage - 1][number] = end_s
+                if times.weights_s[number] > 0:
+                    self._waiting[stage].append(number)
