@@ -1,8 +1,11 @@
 """Step plans small enough to check by hand."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from lengthwise.core.batch import Pack
+from lengthwise.core.one_f_one_b import most_weights_in
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
@@ -10,17 +13,23 @@ LAYERS = 12
 STATE = 1000
 
 
-def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_to=0):
-    """A pipeline yet without ranks: seconds of its micro-batches, and the bytes each takes above the model state."""
+def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_to=0, weights=0.0):
+    """A pipeline yet without ranks: seconds of its micro-batches, and the bytes each takes above the model state.
+
+    ``weights``: the share of the most that gradients of weights can take; where they take any, backwards are split.
+    """
     scheme = uniform_scheme(
         LAYERS, degree=degree, stages=stages, recomputed=recomputed,
         method=Method.ULYSSES if degree > 1 else Method.DENSE,
     )  # fmt: skip
+    weights *= stages > 1
+    scheme = replace(scheme, zero_bubble=weights > 0)
     micro_batches = tuple(
         PlannedMicroBatch(
             pack=Pack(ids=(i,), lengths=(5,), padded_to=padded_to),
             time_s=time_s,
             comm_s=comm * time_s,
+            weights_s=weights * most_weights_in(scheme.recompute) * time_s,
             peak_bytes=STATE + (held[i] if held else 600),
         )
         for i, time_s in enumerate(times_s)
@@ -65,6 +74,7 @@ def lanes(draw, *, num_devices, decreasing=True):
                 *(sorted(times_s, reverse=True) if decreasing else times_s),
                 degree=degree, stages=stages, recomputed=draw(st.integers(0, LAYERS)),
                 comm=draw(st.sampled_from([0.0, 0.25, 1.0])),
+                weights=draw(st.sampled_from([0.0, 0.0, 0.5, 1.0])),
                 held=draw(st.lists(st.integers(0, 10**6), min_size=len(times_s), max_size=len(times_s))),
             )
         )  # fmt: skip

@@ -36,11 +36,6 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "gradients are kept whole; leave it out, or set model.implementation=lengthwise where this library has the "
             "family"
         )
-    if plan.zero_bubble != "none":
-        raise InputError(
-            f"plan.zero_bubble={plan.zero_bubble}: {stock.architecture} is computed by transformers, whose backwards "
-            "are not split; leave it out, or set model.implementation=lengthwise where this library has the family"
-        )
     is_causal = stock.architecture.endswith(_CAUSAL)
     max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
     return read_options(

@@ -7,9 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.zero_bubble import pass_orders
+from lengthwise.runtime.loop.planned_pipelines import check_executable as check_any_model
 from lengthwise.runtime.models.products import WeightGradients
+from lengthwise.runtime.train.executable import check_compiled
 from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, run_plan
 from tests.runtime.train.test_execute_pipeline import Recorder, batch_of, plan_of, weights_that_come_when_waited_for
 from tests.sim.random_plans import SPEC
@@ -109,6 +112,14 @@ def test_products_leave_gradients_of_weights_alone_for_later_and_they_are_those_
         found.append([one.grad for one in own])
     for ours, expected in zip(*found):
         torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_compiled_layers_and_prepared_models_refuse_split_backwards():
+    plan = split(stages_of(1, 3), batch_of(*LENGTHS))
+    with pytest.raises(InputError, match=r"splits backwards, and those of compiled layers are whole; plan with zero_b"):
+        check_compiled(plan)
+    with pytest.raises(InputError, match=r"pipelines\[0\] splits backwards, which this library's own models alone do"):
+        check_any_model(plan, SPEC.num_layers, 2, stage_problem="")
 
 
 @pytest.mark.deep
