@@ -19,7 +19,7 @@ from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 
 MODELS = ("llama-7b", "llama-13b", "llama-32b", "llama-3-70b")
 CORPORA = ("commoncrawl", "githubcode")
-TOKENS = {"commoncrawl": (TOKENS_PER_DEVICE, 4 * TOKENS_PER_DEVICE), "githubcode": (None,)}
+TOKENS = {"commoncrawl": (2 * TOKENS_PER_DEVICE,), "githubcode": (None,)}
 """Of a step, a device; None: the default, at least the longest sequence."""
 
 

@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from lengthwise.core.one_f_one_b import PassTimes, StagePass, forwards_in, run_stages
+from lengthwise.core.one_f_one_b import PassTimes, forwards_in
 from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule, issue_order
 from lengthwise.core.step_plan import Pipeline
 
@@ -35,13 +35,16 @@ def pass_times(pipeline: Pipeline) -> PassTimes:
     backwards_s = [m.time_s - forward_s for m, forward_s in zip(pipeline.micro_batches, forwards_s)]
     if not pipeline.scheme.zero_bubble:
         return PassTimes(forwards_s, backwards_s, [0.0] * len(forwards_s))
-    weights_s = [min(m.weights_s, backward_s) for m, backward_s in zip(pipeline.micro_batches, backwards_s)]
+    weights_s = [
+        min(m.weights_s, backward_s * (1 - m.comm_s / m.time_s) if m.time_s else 0.0)  # of plans by hand, too
+        for m, backward_s in zip(pipeline.micro_batches, backwards_s)
+    ]
     return PassTimes(forwards_s, backwards_s, weights_s)
 
 
 def splits(pipeline: Pipeline, stage: int, number: int) -> bool:
     """Whether ``stage`` splits the backward of the micro-batch ``number``."""
-    return pipeline.scheme.zero_bubble and stage > 0 and pipeline.micro_batches[number].weights_s > 0
+    return stage > 0 and pass_times(pipeline).weights_s[number] > 0
 
 
 def pass_orders(
@@ -71,75 +74,82 @@ def filled_orders(times: PassTimes, num_stages: int) -> tuple[tuple[Pass, ...], 
 
     ``times``: the same on every stage, backwards whole.
     """
-    of_stages = [stage_times(times, stage) for stage in range(num_stages)]
-    tried = [_Filling(of_stages, excess).orders() for excess in EXCESSES]
-    ends_s = [_end_s(run_stages(of_stages, orders=orders)) for orders in tried]
-    return tried[min(range(len(tried)), key=ends_s.__getitem__)]
+    fillings = _fillings(times, num_stages)
+    fastest = min(fillings, key=lambda filling: filling.end_s)
+    return tuple(map(tuple, fastest.orders))
 
 
 def filled_end_s(times: PassTimes, num_stages: int) -> float:
     """Seconds from the first forward to the last pass; see :func:`filled_orders`."""
+    return min(filling.end_s for filling in _fillings(times, num_stages))
+
+
+def _fillings(times: PassTimes, num_stages: int) -> list["_Filling"]:
     of_stages = [stage_times(times, stage) for stage in range(num_stages)]
-    return min(_end_s(run_stages(of_stages, orders=_Filling(of_stages, excess).orders())) for excess in EXCESSES)
-
-
-def _end_s(stages: Sequence[Sequence[StagePass]]) -> float:
-    return max((passes[-1].end_s for passes in stages if passes), default=0.0)
+    return [_Filling(of_stages, excess) for excess in EXCESSES]
 
 
 class _Filling:
-    """Decides the order of one pipeline's passes, stage by stage as far as what they wait for is known."""
+    """The passes of one pipeline, decided stage by stage as far as what they wait for is known."""
 
     def __init__(self, times: Sequence[PassTimes], excess: float) -> None:
+        num_stages, count = len(times), len(times[0].forwards_s)
         self._times, self._excess = times, excess
-        self._count, num_stages = len(times[0].forwards_s), len(times)
         self._left = [
-            deque(issue_order(stage, num_stages=num_stages, num_micro_batches=self._count))
-            for stage in range(num_stages)
+            deque(issue_order(stage, num_stages=num_stages, num_micro_batches=count)) for stage in range(num_stages)
         ]
-        unknown = [[math.inf] * self._count for _ in range(2 * num_stages)]
-        self._ready_s = unknown[:num_stages], unknown[num_stages:]
-        self._ready_s[PassKind.FORWARD][0] = [0.0] * self._count
+        self._inputs_s = [[math.inf if stage else 0.0] * count for stage in range(num_stages)]  # when each is there
+        self._gradients_s = [[math.inf] * count for _ in range(num_stages)]
         self._now_s = [0.0] * num_stages
         self._waiting: list[deque[int]] = [deque() for _ in range(num_stages)]
         self._in_flight = [0] * num_stages
-        self._orders: list[list[Pass]] = [[] for _ in range(num_stages)]
-
-    def orders(self) -> tuple[tuple[Pass, ...], ...]:
-        """The passes of each stage."""
+        self.orders: list[list[Pass]] = [[] for _ in range(num_stages)]
         while any(self._left):
-            for stage, left in enumerate(self._left):
-                while left and (ready_s := self._ready_s[left[0][0]][stage][left[0][1]]) < math.inf:
-                    if self._fills(stage, left[0][0], ready_s):
-                        self._run(stage, PassKind.WEIGHTS, self._waiting[stage].popleft())
-                    else:
-                        self._now_s[stage] = max(self._now_s[stage], ready_s)
-                        self._run(stage, *left.popleft())
-        for order, waiting in zip(self._orders, self._waiting):
-            order += [(PassKind.WEIGHTS, number) for number in waiting]
-        return tuple(map(tuple, self._orders))
+            for stage in range(num_stages):
+                self._advance(stage)
+        for stage, waiting in enumerate(self._waiting):
+            while waiting:
+                self._fill(stage)
+        self.end_s = max(self._now_s)
+        """Seconds from the first forward to the last pass."""
+
+    def _advance(self, stage: int) -> None:
+        """Run passes of a stage until one needs what is not known yet."""
+        left, now_s, times, last = self._left[stage], self._now_s, self._times[stage], len(self._times) - 1
+        ready = self._inputs_s[stage], self._gradients_s[stage]
+        while left:
+            kind, number = left[0]
+            ready_s = ready[kind][number]
+            if ready_s == math.inf:
+                return
+            if self._waiting[stage] and self._fills(stage, kind, ready_s):
+                self._fill(stage)
+                continue
+            left.popleft()
+            self.orders[stage].append((kind, number))
+            now_s[stage] = end_s = max(now_s[stage], ready_s) + times[kind][number]
+            if kind is PassKind.FORWARD:
+                self._in_flight[stage] += 1
+                following = self._gradients_s[stage] if stage == last else self._inputs_s[stage + 1]
+                following[number] = end_s
+                continue
+            self._in_flight[stage] -= 1
+            if stage:
+                self._gradients_s[stage - 1][number] = end_s
+                if times.weights_s[number] > 0:
+                    self._waiting[stage].append(number)
 
     def _fills(self, stage: int, next_kind: PassKind, ready_s: float) -> bool:
         """Whether a weight pass comes before the next pass, which can begin at ``ready_s``."""
+        if self._excess == AT_ONCE:
+            return True
         waiting = self._waiting[stage]
-        if not waiting or self._excess == AT_ONCE:
-            return bool(waiting)
         if next_kind is PassKind.FORWARD and self._in_flight[stage] + len(waiting) >= len(self._times):
             return True
         wait_s = ready_s - self._now_s[stage]
         return wait_s > 0 and self._times[stage].weights_s[waiting[0]] * (1 - self._excess) <= wait_s
 
-    def _run(self, stage: int, kind: PassKind, number: int) -> None:
-        times = self._times[stage]
-        self._now_s[stage] = end_s = self._now_s[stage] + times[kind][number]
-        self._orders[stage].append((kind, number))
-        if kind is PassKind.FORWARD:
-            self._in_flight[stage] += 1
-            is_last = stage == len(self._times) - 1
-            self._ready_s[PassKind.BACKWARD if is_last else kind][stage + (not is_last)][number] = end_s
-        elif kind is PassKind.BACKWARD:
-            self._in_flight[stage] -= 1
-            if stage:
-                self._ready_s[kind][stage - 1][number] = end_s
-                if times.weights_s[number] > 0:
-                    self._waiting[stage].append(number)
+    def _fill(self, stage: int) -> None:
+        number = self._waiting[stage].popleft()
+        self.orders[stage].append((PassKind.WEIGHTS, number))
+        self._now_s[stage] += self._times[stage].weights_s[number]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from lengthwise.core.one_f_one_b import PassTimes, StagePass, run_stages
 from lengthwise.core.pass_order import PassKind
 from lengthwise.core.step_plan import Pipeline
-from lengthwise.core.zero_bubble import pass_orders, pass_times, splits, stage_times
+from lengthwise.core.zero_bubble import pass_orders, pass_times, stage_times
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class PipelineRun:
         bytes_at = {self.start_s: num_bytes}  # what is freed and taken at the same moment is one change
         for stage_pass in self.stages[stage]:
             number, is_forward = stage_pass.micro_batch, stage_pass.kind is PassKind.FORWARD
-            if stage_pass.kind is PassKind.BACKWARD and splits(self.pipeline, stage, number):
+            if stage_pass.kind is PassKind.BACKWARD and stage and self._predicted.weights_s[number] > 0:
                 continue  # inputs of products and their outputs' gradients are as many numbers as the forward kept
             num_bytes += self.kept_bytes[number] if is_forward else -self.kept_bytes[number]
             bytes_at[stage_pass.start_s if is_forward else stage_pass.end_s] = num_bytes

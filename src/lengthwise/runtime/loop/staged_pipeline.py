@@ -12,7 +12,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from lengthwise.core.pass_order import issue_order
+from lengthwise.core.pass_order import PassKind, issue_order
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
@@ -98,8 +98,8 @@ class StagedPipeline:
         ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
         Returns the first micro-batch for which memory was not enough; None: there is none.
         """
-        start = self._order.index((False, index)) + 1
-        numbers = [number for _, number in takewhile(lambda each: each[0], self._order[start:])]
+        start = self._order.index((PassKind.FORWARD, index)) + 1
+        numbers = [number for _, number in takewhile(lambda each: each[0] is PassKind.BACKWARD, self._order[start:])]
         for number in numbers:
             self.backward(shards(first + number), number)
         if start + len(numbers) == len(self._order):
@@ -137,14 +137,14 @@ class StagedPipeline:
 
         ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
         """
-        for is_backward, index in self._order:
+        for kind, index in self._order:
             shard = shards(first + index)
             stage = shard.stage_pass
             assert stage is not None
             shard.has_failed = shard.has_failed or not shard.is_finished
-            if is_backward and not shard.is_finished:
+            if kind is PassKind.BACKWARD and not shard.is_finished:
                 self.backward(shard, index)
-            elif not is_backward and not stage.is_sent:
+            elif kind is PassKind.FORWARD and not stage.is_sent:
                 if not shard.passes:
                     script = shard.script or ExchangeScript(calls={})
                     shard.passes.append(ForwardPass(script=script, begun=shard.num_exchanges))
