@@ -13,6 +13,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import PipelineConfig, uniform_scheme
+from lengthwise.core.profile_packs import ladder
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
@@ -27,7 +28,7 @@ from lengthwise.plan.uniform.equal_pipelines import Pack
 from lengthwise.plan.uniform.static import static
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.profile.measure import ladder, profile
+from lengthwise.runtime.profile.measure import profile
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step, sync_step
