@@ -4,7 +4,7 @@ They take no longer than the same schemes with whole backwards for the same pack
 last stage, which has the head, is the fullest then.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -61,16 +61,16 @@ class SplitBackwards:
             if candidate.scheme.zero_bubble and (scheme := replace(candidate.scheme, zero_bubble=False)) in by_scheme
         }
 
-    def faster(
-        self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]
-    ) -> Iterator[tuple[DraftPlan, float]]:
-        """Yield draft plans that are faster with split backwards than as they are, and their seconds."""
+    def faster(self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
+        """Draft plans that are faster with split backwards than as they are, split, and their seconds."""
+        options = []
         for draft, draft_s in drafts:
             phases = tuple(tuple(self._pipeline(priced, pipeline) for pipeline in phase) for phase in draft.phases)
             if phases != draft.phases:
                 option = replace(draft, phases=phases)
                 if (option_s := sum(step_times_s(priced, option))) < draft_s:
-                    yield option, option_s
+                    options.append((option, option_s))
+        return options
 
     def _pipeline(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
         """The pipeline with split backwards, if it has several stages, all its packs can and still fit."""
