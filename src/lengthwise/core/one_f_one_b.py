@@ -41,9 +41,9 @@ def forwards_in(recompute: Sequence[bool]) -> float:
 
 
 def least_stages(scheme: PipelineConfig) -> float:
-    """Stages S' with which W + (S' - 1) x bounds a pipeline of work W per stage and a longest micro-batch x.
+    """Stages S' with which W + (S' - 1) x bounds a pipeline of work W per stage whose longest micro-batch x comes first.
 
-    The first stage starts its first backward after S forwards and S - 1 backwards of the longest micro-batch, and what
+    In other orders, as none of our plans has, a pipeline can end sooner. The first stage starts its first backward after S forwards and S - 1 backwards of the longest micro-batch, and what
     it has done by then are at most S forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches
     after long ones fill the rest. Of one number of recomputed layers in all micro-batches. Where backwards are split,
     only what cannot wait of these (S - 1) is certain: all but ``most_weights_in``.

@@ -18,8 +18,8 @@ until T, at N_h w each. So T is refuted if it is for every h.
 Where passes hide a part of the update, u_k is what no pass can hide. What a pass hides is no longer than itself, so no
 step takes less than an update that nothing hides, either: that of the scheme where it is least.
 
-Pipelines of several stages are taken to recompute as many layers in all of their micro-batches, as those of every
-policy here do.
+Pipelines of several stages are taken to issue their longest micro-batch first, and to recompute as many layers in all
+of their micro-batches, as those of every policy here do. In another order one can end sooner than this bound says.
 
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows.
 
