@@ -41,12 +41,13 @@ def forwards_in(recompute: Sequence[bool]) -> float:
 
 
 def least_stages(scheme: PipelineConfig) -> float:
-    """Stages S' with which W + (S' - 1) x bounds a pipeline of work W per stage whose longest micro-batch x comes first.
+    """Stages S' with which W + (S' - 1) x bounds a pipeline of work W per stage whose longest micro-batch, x, is first.
 
-    In other orders, as none of our plans has, a pipeline can end sooner. The first stage starts its first backward after S forwards and S - 1 backwards of the longest micro-batch, and what
-    it has done by then are at most S forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches
-    after long ones fill the rest. Of one number of recomputed layers in all micro-batches. Where backwards are split,
-    only what cannot wait of these (S - 1) is certain: all but ``most_weights_in``.
+    In another order, which no plan of ours has, a pipeline can end sooner. The first stage starts its first backward
+    after S forwards and S - 1 backwards of the longest micro-batch, and what it has done by then are at most S
+    forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches after long ones fill the rest. Of
+    one number of recomputed layers in all micro-batches. Where backwards are split, only what cannot wait of these
+    (S - 1) is certain: all but ``most_weights_in``.
     """
     certain = 1 - 1 / forwards_in(scheme.recompute) - (most_weights_in(scheme.recompute) if scheme.zero_bubble else 0.0)
     return 1 + (scheme.num_stages - 1) * certain
