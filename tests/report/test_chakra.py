@@ -167,7 +167,7 @@ def test_a_file_begins_with_its_metadata_and_numbers_its_nodes(tmp_path):
 @settings(deadline=None, max_examples=30)
 @given(plan=plans())
 def test_ranks_never_wait_in_vain_and_take_the_simulated_time_where_communication_is_free(plan, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("et")
+    folder, plan = tmp_path_factory.mktemp("et"), _split_where_nothing_is_sent(plan)
     nodes_of = traces(folder, plan)
     exact = run_step(_without_communication(plan), SimOptions())
     computing_s = exact.meet_s - sum(phase.switch_end_s - phase.end_s for phase in exact.phases)
@@ -175,6 +175,17 @@ def test_ranks_never_wait_in_vain_and_take_the_simulated_time_where_communicatio
     assert took_us <= computing_s * 1e6 + 50
     if len({pipeline.phase for pipeline in plan.pipelines}) == 1:
         assert took_us == pytest.approx(computing_s * 1e6, abs=50)
+
+
+def _split_where_nothing_is_sent(plan):
+    """Backwards whole elsewhere: the order of weight passes follows the plan's seconds, with what is sent in them."""
+    return replace(
+        plan,
+        pipelines=tuple(
+            replace(p, scheme=replace(p.scheme, zero_bubble=False)) if any(m.comm_s for m in p.micro_batches) else p
+            for p in plan.pipelines
+        ),
+    )
 
 
 def _without_communication(plan):
