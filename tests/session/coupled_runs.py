@@ -3,16 +3,19 @@
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.comm.world import start_world
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.memory_runs import FailInBackward, fail_here
 from tests.runtime.loop.runs import Packs, plan_of
 from tests.session import models
 from tests.session.branches import COLUMNS, groups
 from tests.session.branches import token_logps as branch_logps
-from tests.session.loops import weights_of
+from tests.session.loops import as_started_by_torchrun, weights_of
 from tests.session.pairs import STEPS, UNITS_A_STEP, log_probabilities, pairs, preference, prepared, reference
 
 
@@ -59,6 +62,28 @@ def train_coupled_dpo(settings):
         run.close()
         results.append((losses, is_apart, weights_of(run.model)))
     return results
+
+
+def train_dpo_with_fsdp2():
+    """Losses, numbers of forwards that were kept, and weights of steps of a model whose weights FSDP2 shards."""
+    torch.manual_seed(0)
+    as_started_by_torchrun()
+    world, frozen, model = start_world("cpu"), reference(), models.gpt()
+    mesh = init_device_mesh("cpu", (world.size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    options = {"sequences_per_step": UNITS_A_STEP, "steps": STEPS, "frozen": [frozen], "policy": "packed"}
+    run = prepared(pairs(), model=fully_shard(model, mesh=mesh), coupled_loss=mean_preference, **options)
+    losses, kept = [], []
+    for step in run.steps():
+        for micro_batch in step:
+            with torch.no_grad():
+                expected = log_probabilities(frozen, micro_batch)
+            step.couple(log_probabilities(model, micro_batch) - expected)
+        kept.append(step.num_kept)
+        losses.append(step.update().loss)
+    run.close()
+    return losses, kept, {name: value.detach().full_tensor().numpy() for name, value in model.named_parameters()}
 
 
 def score_pairs():

@@ -12,6 +12,7 @@ from tests.session.coupled_runs import (
     score_pairs,
     steps_with_dropout,
     train_coupled_dpo,
+    train_dpo_with_fsdp2,
     train_on_branches,
     troubled_steps,
 )
@@ -42,6 +43,13 @@ def test_dpo_with_members_of_pairs_on_different_ranks_trains_what_a_plain_loop_t
             np.testing.assert_allclose(losses, alone[0], rtol=EXACT, err_msg=str(way))
             assert_equal_weights(weights, alone[1])
             assert is_apart == (num_ranks > 1), (way, "pairs are split over ranks")
+
+
+def test_dpo_of_a_model_that_fsdp2_shards_trains_what_a_plain_loop_trains(ranks, alone):
+    for losses, kept, weights in ranks(2).run(train_dpo_with_fsdp2):
+        np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
+        assert_equal_weights(weights, alone[1])
+        assert not any(kept), "FSDP2 computes a backward right after its forward"
 
 
 def test_scores_of_pairs_that_are_planned_apart_are_those_of_each_member(ranks):

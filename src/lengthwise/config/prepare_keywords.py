@@ -89,6 +89,7 @@ class PrepareKeywords(TypedDict, total=False):
     loss_columns: tuple[str, ...]
     coupled_loss: Callable[[Any], Any] | None
     share_prefixes: bool
+    cut_units: bool | None
     step_max_length: int | None
     count_targets: bool
     check: bool

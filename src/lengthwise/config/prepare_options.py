@@ -110,6 +110,11 @@ class PrepareOptions(
     share_prefixes: bool = False
     """Whether sequences of a unit that begin with the same tokens, such as rollouts of one prompt, compute these once:
     the same gradients from fewer tokens. Causal models of next tokens, with labels that leave out what is shared."""
+    cut_units: bool | None = None
+    """Whether a unit whose sequences share prefixes may be cut in parts, in different micro-batches or on different
+    ranks, each with its own copy of what its sequences begin with: where no group of ranks holds it whole, or a step is
+    predicted to be faster. Exact for losses of tokens and of sequences, and for coupled_loss; micro_batch.units is
+    refused then. None: where coupled_loss makes the loss."""
     step_max_length: int | None = Field(default=None, ge=1)
     """The longest sequence in tokens that run.step(items) and run.score(items) may get, for which plans keep memory;
     None: the corpus' longest."""

@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _takes_bool(cls, name: str | None) -> bool:
-        return name is not None and cls.model_fields[name].annotation in (bool, Any)
+        return name is not None and cls.model_fields[name].annotation in (bool, bool | None, Any)
 
 
 class SeedSetting(Settings):

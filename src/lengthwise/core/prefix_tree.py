@@ -28,6 +28,11 @@ class PrefixTree:
     """[M] the last segment of each sequence."""
 
     @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """The fields by name, of which the tree can be made again."""
+        return {"bounds": self.bounds, "parents": self.parents, "leaves": self.leaves}
+
+    @property
     def num_slots(self) -> int:
         """The number T of slots: of what the sequences share, each counts once."""
         return self.bounds[-1]
@@ -89,6 +94,13 @@ class PrefixTree:
         """[T] the sum of a value of each sequence, [M], over the sequences that each slot is part of."""
         segments, members = self.members
         return np.bincount(segments, by_member[members], len(self.parents))[self.segments]
+
+    def part_sizes(self, members: Sequence[int]) -> tuple[int, int]:
+        """Slots of some of the sequences, those once that they share, and pairs of one and one that it attends to."""
+        segments = sorted({segment for member in members for segment in self.paths[self.leaves[member]]})
+        lengths = [self.bounds[segment + 1] - self.bounds[segment] for segment in segments]
+        pairs = (n * self.starts[segment] + n * (n + 1) // 2 for segment, n in zip(segments, lengths))
+        return sum(lengths), sum(pairs)
 
     def slots_of(self, member: int) -> np.ndarray:
         """[length] the slots of a sequence, in order."""

@@ -4,15 +4,22 @@ from functools import partial
 from math import ceil
 from typing import Any
 
+import numpy as np
+
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import BatchStream, GlobalBatch
-from lengthwise.core.errors import InputError
+from lengthwise.core.cost import CostModel
+from lengthwise.core.cut_plan import CutPlan, PlanWithCuts
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.plan.cut_units import plan_with_cuts
 from lengthwise.plan.kept_forwards import kept_forwards
+from lengthwise.plan.planner import Planner
+from lengthwise.runtime.loop.brought_items import PlanUnits
 from lengthwise.runtime.loop.coupled_values import Coupling, sizes_problem
-from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.unit_members import Units
+from lengthwise.session.prepare_planning import ForwardPlanner, make_planner
 
 
 class MembersApart:
@@ -59,17 +66,51 @@ def with_members_planned(
     return options.model_copy(update={"metric": None}), LengthIndex(lengths=units.lengths)
 
 
+def cuts_of(options: PrepareOptions) -> PlanWithCuts | None:
+    """What plans batches whose units may be cut in parts; None: units stay whole."""
+    is_asked_for = options.coupled_loss is not None if options.cut_units is None else options.cut_units
+    return plan_with_cuts if options.share_prefixes and is_asked_for else None
+
+
+def planned_by(planner: ForwardPlanner, plan_units: PlanWithCuts | None) -> PlanUnits:
+    """A planner of units, which ``plan_units`` cuts; None: which stay whole."""
+    if plan_units is not None:
+        return partial(plan_units, planner)
+    return lambda batch, tree_of: CutPlan(plan=planner(batch), batch=batch)
+
+
+def planner_that_cuts(
+    units: Units | None, options: PrepareOptions, cost: CostModel, *, lengths: LengthIndex, **settings: Any
+) -> Planner:
+    """The planner of the policy; where ``units`` may be cut, for what is left of those that do not fit whole.
+
+    Raises:
+        InfeasibleError: the model's state or the longest sequence fits under no scheme.
+    """
+    try:
+        return make_planner(options, cost, lengths=lengths, **settings)
+    except InfeasibleError as error:
+        if units is None or error.limit is None or error.unit != "tokens" or units.lengths.max() > error.limit:
+            raise
+        reach = int(error.limit)
+    of_parts = LengthIndex(lengths=np.minimum(lengths.lengths, reach))
+    return make_planner(options, cost, lengths=of_parts, **settings)
+
+
 def check_can_couple(prepared: PreparedModel, options: PrepareOptions) -> None:
-    """Raise ``InputError`` if the run's sequences cannot be coupled by a loss of the whole step."""
+    """Raise ``InputError`` if the run's sequences cannot be coupled by a loss of the whole step, or units be cut."""
+    if options.cut_units and not options.share_prefixes:
+        raise InputError(
+            "cut_units=True cuts units whose sequences share prefixes; set share_prefixes=True, or leave cut_units out"
+        )
     if options.coupled_loss is None:
         return
-    units, problem = prepared.collator.units, ""
-    if isinstance(prepared.state, Fsdp2State):
-        problem = f"FSDP2 shards {type(prepared.model).__name__}, whose forwards are each followed by their backward"
-    elif options.form_batches and units is not None and units.are_split:
-        problem = "form_batches=True forms batches of whole units, and their members are planned one by one"
-    if problem:
-        raise InputError(f"coupled_loss=: {problem}; leave one of the two out")
+    units = prepared.collator.units
+    if options.form_batches and units is not None and units.are_split:
+        raise InputError(
+            "coupled_loss=: form_batches=True forms batches of whole units, and their members are planned one by one; "
+            "leave one of the two out"
+        )
     if problem := sizes_problem(options.coupled_loss, units):
         raise InputError(problem)
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,19 @@ import torch
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
+from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.corrected import CorrectedCost
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.step import Step
+from lengthwise.session.calibration import measure_again
 
 _log = logging.getLogger("lengthwise")
 
@@ -71,6 +76,11 @@ class OnlineCalibration:
     def problem(self) -> PlanningProblem:
         """The planning problem under the costs as they are known now."""
         return self.planner.problem
+
+    @property
+    def lr_scaling(self) -> LrScaling | None:
+        """How the learning-rate of a step follows its batch."""
+        return self.planner.lr_scaling
 
     def __call__(self, batch: GlobalBatch) -> StepPlan:
         """The plan of a batch under the costs as they are known now."""
@@ -207,3 +217,14 @@ class OnlineCalibration:
         self.events.append({"step": step, "event": words})
         if self._world.is_first:
             _log.log(logging.WARNING if warn else logging.INFO, "step %d: %s", step, words)
+
+
+def calibrated(
+    prepared: PreparedModel, cost: CostModel, plan_with: Callable[[CostModel], Planner]
+) -> Planner | OnlineCalibration:
+    """The planner under ``cost``, which follows what steps take if it is one that can."""
+    if not isinstance(cost, SeparableCost):
+        return plan_with(cost)
+    is_whole = isinstance(cost, DualLayerCost) and cost.gather is None
+    again = partial(measure_again, prepared) if is_whole else None
+    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)

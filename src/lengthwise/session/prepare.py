@@ -18,8 +18,6 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.cost.profiled.dual_layer import DualLayerCost
-from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.comm.consensus import require_equal
@@ -40,12 +38,15 @@ from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from lengthwise.session.calibration import find_cost, measure_again, progress_bar, say
+from lengthwise.session.calibration import find_cost, progress_bar, say
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.coupled_units import (
     check_can_couple,
     coupling_of,
+    cuts_of,
+    planned_by,
     planned_stream,
+    planner_that_cuts,
     with_members_planned,
 )
 from lengthwise.session.datasets import RunSequences, read_sequences
@@ -54,8 +55,8 @@ from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.model_checks import check_by_sequence, check_model, check_options, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
-from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.prepare_planning import ForwardPlanner, form, make_planner, stream_of, with_metric_of
+from lengthwise.session.online_calibration import OnlineCalibration, calibrated
+from lengthwise.session.prepare_planning import ForwardPlanner, form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages
@@ -133,9 +134,11 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
                 read_items=ItemReader(sequences, expected_columns(model, chosen), prepared.check_ids),
                 objective=objective,
                 max_length=chosen.step_max_length or longest,
-                plan_forwards=plan_forwards,
+                cuts_units=cuts_of(chosen) is not None,
+                plan_forwards=planned_by(plan_forwards, cuts_of(chosen)),
             ),
             coupling=coupling_of(chosen, memory_bytes),
+            plan_with_cuts=cuts_of(chosen),
         )
     except BaseException:
         prepared.close()
@@ -338,8 +341,10 @@ def _planner(
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
     max_stages = most_stages(prepared, options)
     options, lengths = with_members_planned(options, prepared, sequences.lengths)
+    units = prepared.collator.units if cuts_of(options) is not None else None
     plan_with = partial(
-        make_planner,
+        planner_that_cuts,
+        units,
         cluster=cluster,
         num_layers=prepared.wrapped_model.structure.num_layers,
         lengths=lengths,
@@ -356,17 +361,6 @@ def _planner(
         partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
     )
     return planner, plan_forwards, keep_layers
-
-
-def calibrated(
-    prepared: PreparedModel, cost: CostModel, plan_with: Callable[[CostModel], Planner]
-) -> Planner | OnlineCalibration:
-    """The planner under ``cost``, which follows what steps take if it is one that can."""
-    if not isinstance(cost, SeparableCost):
-        return plan_with(cost)
-    is_whole = isinstance(cost, DualLayerCost) and cost.gather is None
-    again = partial(measure_again, prepared) if is_whole else None
-    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)
 
 
 def check_takes(model: nn.Module, sequences: RunSequences) -> None:

@@ -108,12 +108,27 @@ class ForwardPlanner:
         self._made: tuple[Planner, Planner] | None = None
         """The planner of steps, and that of forwards under the same costs."""
 
-    def __call__(self, batch: GlobalBatch) -> StepPlan:
-        """The plan of a batch."""
+    @property
+    def planner(self) -> Planner:
+        """The planner under the present costs."""
         training = self._training()
         if self._made is None or self._made[0] is not training:
             self._made = training, self._plan_with(ForwardOnlyCost(training=training.problem.cost))
-        return self._made[1](batch)
+        return self._made[1]
+
+    @property
+    def problem(self) -> PlanningProblem:
+        """The planning problem of forwards alone."""
+        return self.planner.problem
+
+    @property
+    def lr_scaling(self) -> LrScaling | None:
+        """None: forwards have no learning-rate."""
+        return self.planner.lr_scaling
+
+    def __call__(self, batch: GlobalBatch) -> StepPlan:
+        """The plan of a batch."""
+        return self.planner(batch)
 
 
 def make_planner(

@@ -100,7 +100,8 @@ def units_named(units: Units | None) -> Iterator[None]:
         problem = str(error).replace("over_length=split", "over_length=drop")
         raise error.with_message(
             f"{problem} Items are units of {units.sizes_text} sequences that share a micro-batch, and are planned as "
-            "one sequence of their summed length; where coupled_loss= couples them they need not share one"
+            "one sequence of their summed length; where coupled_loss= couples them they need not share one, nor where "
+            "share_prefixes=True, cut_units=True cuts units"
         ) from None
 
 

@@ -24,9 +24,9 @@ from lengthwise.session.calibration import find_cost
 from lengthwise.session.compile_sizes import use_cache
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.objectives import expected_columns
-from lengthwise.session.online_calibration import OnlineCalibration
+from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.planning import batch_stream, make_sampler, open_plans
-from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
+from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner

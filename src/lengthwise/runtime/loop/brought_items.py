@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from lengthwise.core.batch import GlobalBatch, attention_length
+from lengthwise.core.cut_plan import CutPlan
 from lengthwise.core.errors import InputError, LengthwiseError
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.comm.collectives import all_to_all, gather_rows
 from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.comm.world import DistContext
@@ -28,6 +29,8 @@ TOKENS, LABELS, SPECIAL = "tokens", "labels", "special"
 
 SequenceColumns = Mapping[str, np.ndarray]
 """The columns of one sequence by name, with a value for each slot."""
+PlanUnits = Callable[[GlobalBatch, Callable[[int], PrefixTree]], CutPlan]
+"""Plans a batch of units that may be cut, with the prefix tree of each."""
 ReadItems = Callable[[Iterable[Any]], list[list[SequenceColumns]]]
 """Reads items: the sequences of each, one, or the members of a unit."""
 
@@ -47,6 +50,8 @@ class BroughtBatch:
     """This rank's sequences by number."""
     has_units: bool = False
     """Whether items are units of sequences."""
+    trees: Sequence[PrefixTree] = ()
+    """The prefix tree of each item, of all ranks, where units share prefixes."""
     received: dict[int, SequenceColumns] = field(default_factory=dict)
     """Sequences that this rank computes."""
 
@@ -74,12 +79,13 @@ class ItemExchange:
         read_items: ReadItems,
         objective: str,
         max_length: int,
-        plan_forwards: Callable[[GlobalBatch], StepPlan],
+        cuts_units: bool,
+        plan_forwards: PlanUnits,
     ) -> None:
-        """``collator``: that of the corpus, whose columns items have; ``max_length``: of an item, in tokens;
-        ``plan_forwards``: plans forwards of items without a backward.
+        """``collator``: that of the corpus, whose columns items have; ``max_length``: of an item, in tokens, and
+        with ``cuts_units`` of a sequence; ``plan_forwards``: plans forwards of items without a backward.
         """
-        self.plan_forwards = plan_forwards
+        self.plan_forwards, self._cuts_units = plan_forwards, cuts_units
         self._world, self._collator, self._read_items = world, collator, read_items
         self._objective, self._max_length = objective, max_length
 
@@ -113,7 +119,8 @@ class ItemExchange:
         are_split = self._collator.units is not None and self._collator.units.are_split
         if are_split:
             said_of_all = [([length], None) for of_item in lengths for length in of_item]
-        computed, attention_lengths = _planned_lengths(said_of_all)
+        trees = [None if shared is None else PrefixTree(**shared) for _, shared in said_of_all]
+        computed, attention_lengths = _planned_lengths([of_item for of_item, _ in said_of_all], trees)
         counts = tuple(map(len, by_rank))
         units = Units(offsets=np.cumsum([0, *map(len, lengths)]), lengths=np.concatenate(lengths), are_split=are_split)
         first = sum(counts[: world.rank])
@@ -131,6 +138,7 @@ class ItemExchange:
             first=first,
             sequences=sequences,
             has_units=self._collator.units is not None,
+            trees=[tree for tree in trees if tree is not None],
         )
         self._check_lengths(brought)
         return brought
@@ -146,18 +154,19 @@ class ItemExchange:
             problem.__cause__ = error
             return [], problem
 
-    def _shared(self, item: list[SequenceColumns]) -> tuple[int, int] | None:
-        """Slots of a unit in which what its sequences share is once, and pairs of them; None: nothing is shared."""
+    def _shared(self, item: list[SequenceColumns]) -> dict[str, list[int]] | None:
+        """The fields of the prefix tree of a unit; None: units do not share what their sequences begin with."""
         collator = self._collator
         if collator.shared is None:
             return None
         rows = [{name: columns[name] for name in (TOKENS, *collator.passed)} for columns in item]
         tree = tree_of(rows, [columns[LABELS] for columns in item], collator.ignore_index)
-        return tree.num_slots, tree.num_pairs
+        return {name: list(values) for name, values in tree.fields.items()}
 
     def _check_lengths(self, brought: BroughtBatch) -> None:
-        longest = int(np.argmax(brought.batch.lengths))
-        length, first = brought.batch.lengths[longest], brought.units.planned(longest)[0]
+        lengths = brought.units.lengths if self._cuts_units else np.asarray(brought.batch.lengths)
+        longest = int(np.argmax(lengths))
+        length, first = int(lengths[longest]), longest if self._cuts_units else brought.units.planned(longest)[0]
         owner = brought.owner(first)
         if length > self._max_length:
             number = int(brought.units.unit_of([first])[0]) - sum(brought.counts[:owner])
@@ -166,12 +175,13 @@ class ItemExchange:
                 f"{self._max_length:,}, for which plans keep memory; cut it, or raise step_max_length of prepare"
             )
 
-    def collator(self, brought: BroughtBatch, plan: StepPlan) -> PackCollator:
-        """Send each item to the ranks that compute it under ``plan``; return the collator of what this rank got."""
+    def collator(self, brought: BroughtBatch, cut: CutPlan) -> PackCollator:
+        """Send each item to the ranks that compute it under a plan; return the collator of what this rank got."""
+        units, plan = cut_units(brought.units, cut), cut.plan
         packs = [(pipeline.ranks, planned.pack) for pipeline in plan.pipelines for planned in pipeline.micro_batches]
         parcels: list[dict[int, SequenceColumns]] = [{} for _ in range(self._world.size)]
         for ranks, pack in packs:
-            for numbers in map(brought.units.planned, pack.ids):
+            for numbers in map(units.planned, pack.ids):
                 if numbers[0] in brought.sequences:
                     for rank in ranks:
                         parcels[rank].update({number: brought.sequences[number] for number in numbers})
@@ -186,15 +196,25 @@ class ItemExchange:
             special=before.special and partial(brought.column, SPECIAL),
             passed={name: partial(brought.column, name) for name in before.passed},
             loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
-            units=before.units and brought.units,
+            units=before.units and units,
         )
         return collator if before.shared is None else with_shared_prefixes(collator)
 
 
-def _planned_lengths(said: Sequence[tuple[list[int], Sequence[int] | None]]) -> tuple[list[int], list[int]]:
-    """Tokens and attention lengths of what is planned, of its sequences' lengths and its shared slots and pairs."""
-    computed = [sum(lengths) if shared is None else shared[0] for lengths, shared in said]
-    pairs = [sum(n * (n + 1) // 2 for n in lengths) if shared is None else shared[1] for lengths, shared in said]
+def cut_units(units: Units, cut: CutPlan) -> Units:
+    """The units of a step, cut as its plan has them."""
+    first = units.offsets
+    parts = {number: tuple(int(first[unit]) + k for k in members) for number, (unit, members) in cut.parts.items()}
+    return replace(units, parts=parts, repeated_tokens=cut.repeated_tokens)
+
+
+def _planned_lengths(lengths: Sequence[list[int]], trees: Sequence[PrefixTree | None]) -> tuple[list[int], list[int]]:
+    """Tokens and attention lengths of what is planned, of its sequences' lengths and its prefix tree."""
+    computed = [sum(of_item) if tree is None else tree.num_slots for of_item, tree in zip(lengths, trees)]
+    pairs = [
+        sum(n * (n + 1) // 2 for n in of_item) if tree is None else tree.num_pairs
+        for of_item, tree in zip(lengths, trees)
+    ]
     return computed, [attention_length(count, num_pairs) for count, num_pairs in zip(computed, pairs)]
 
 

@@ -24,6 +24,7 @@ from lengthwise.runtime.loop.coupled_values import (
     form_of_values,
     report_forwards,
 )
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.planned_pipelines import scripts_of
 from lengthwise.runtime.loop.run_state import CoupledRunState
 from lengthwise.runtime.loop.step import Step
@@ -49,7 +50,7 @@ class CoupledStep(Step):
         self._coupled_run = run
         assert run.coupling is not None, "the run couples sequences"
         self._loss_of, numbers = run.coupling.loss_of, frozenset[tuple[int, int]]()
-        if attempt == 0 and run.gather is None:
+        if attempt == 0 and run.gather is None and not isinstance(run.state, Fsdp2State):
             numbers = run.coupling.keep_forwards(plan)
         self._kept = [position for position, (number, index, *_) in enumerate(self._own) if (number, index) in numbers]
         """Positions of micro-batches whose forward keeps what the backward needs."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lengthwise.core.cut_plan import CutPlan
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.world import DistContext
@@ -136,19 +137,19 @@ class ItemScores:
 
 
 @torch.no_grad()
-def score_items(run: "ScoringRun", brought: BroughtBatch, plan: StepPlan, per: Per, values_of: ValuesOf) -> list[Any]:
-    """What ``values_of`` says of this rank's items, computed by the ranks of ``plan``; every rank calls this.
+def score_items(run: "ScoringRun", brought: BroughtBatch, cut: CutPlan, per: Per, values_of: ValuesOf) -> list[Any]:
+    """What ``values_of`` says of this rank's items, computed by the ranks of a plan; every rank calls this.
 
     Raises:
         InputError: values have another shape than one for each token, or for each sequence.
         InfeasibleError: a rank ran out of memory.
     """
     scorer = PreparedModel(
-        run.wrapped_model, run.world, collator=run.items.collator(brought, plan), state=run.state, seed=run.seed
+        run.wrapped_model, run.world, collator=run.items.collator(brought, cut), state=run.state, seed=run.seed
     )
     scores = ItemScores(run.world, brought, per)
     for micro_batch, output, is_last in forwards(
-        run.begin_plan, scorer, plan, what="scoring", way_out="give fewer or shorter items"
+        run.begin_plan, scorer, cut.plan, what="scoring", way_out="give fewer or shorter items"
     ):
         values = values_of(output, micro_batch)
         if is_last:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.wrap.collator import PackCollator
 
 
 @dataclass(kw_only=True)
@@ -18,16 +19,21 @@ class LoopLedger:
     updates: int = 0
     """Steps whose gradients changed the weights."""
     sequences: int = 0
-    """Of these steps; with shared prefixes, every branch is a sequence of its own."""
+    """Of these steps; every member of a unit is one."""
     tokens: int = 0
+    """Of these sequences, those that several share once for each."""
+    repeated_tokens: int = 0
+    """Tokens that were computed more than once, because units that share prefixes were cut in parts."""
     skipped_steps: int = 0
     """Steps that ``step.skip()`` left out, or whose scaled gradients overflowed."""
     skipped_sequences: int = 0
     skipped_tokens: int = 0
 
-    def count(self, plan: StepPlan, *, is_skipped: bool) -> None:
-        """Take the sequences of a step that is over."""
-        sequences, tokens = num_planned(plan)
+    def count(self, plan: StepPlan, collator: PackCollator, *, is_skipped: bool) -> None:
+        """Take the sequences of a step that is over, which ``collator`` makes of its packs."""
+        packs = [collator.computed(m.pack) for pipeline in plan.pipelines for m in pipeline.micro_batches]
+        lengths = [length for pack in packs for length in collator.lengths(pack)]
+        sequences, tokens = len(lengths), sum(lengths)
         if is_skipped:
             self.skipped_steps += 1
             self.skipped_sequences += sequences
@@ -36,6 +42,7 @@ class LoopLedger:
             self.updates += 1
             self.sequences += sequences
             self.tokens += tokens
+            self.repeated_tokens += collator.repeated_tokens
 
     def state_dict(self) -> dict[str, int]:
         """The counts by name."""

@@ -33,7 +33,8 @@ def make_shard(
     ids, scheme = [], pipeline.scheme_of(planned)
     pack = pad_to_degree(planned.pack, group.size, collator)
     for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
-        ids += [sequence] if length == computed else [sequence, -1]
+        number = collator.noise_id(sequence)
+        ids += [number] if length == computed else [number, -1]
     return PackShard(
         step=step,
         seed=run.seed,

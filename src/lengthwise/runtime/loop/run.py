@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import BatchStream, GlobalBatch
+from lengthwise.core.cut_plan import CutPlan, PlanWithCuts, TreeOf
 from lengthwise.core.errors import CheckError, InfeasibleError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
@@ -21,6 +23,8 @@ from lengthwise.runtime.loop.coupled_step import CoupledStep
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
 from lengthwise.runtime.loop.loop_ledger import LoopLedger
+from lengthwise.runtime.loop.pending_batch import PendingBatch
+from lengthwise.runtime.loop.planned_ahead import Gather, PlannedAhead, present_planner
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
@@ -61,6 +65,7 @@ class Run(WatchedModel):
         check_stages: Callable[[tuple[int, ...]], None] | None = None,
         items: ItemExchange | None = None,
         coupling: Coupling | None = None,
+        plan_with_cuts: PlanWithCuts | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -80,6 +85,7 @@ class Run(WatchedModel):
                 when a plan first has them. None: there are none.
             items: brings items of the ranks' own to those that compute them; None: the run takes none.
             coupling: the loss of a step of values of all its sequences; None: a loss of each micro-batch by itself.
+            plan_with_cuts: plans a batch with the planner, some units of shared prefixes cut; None: they stay whole.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -92,8 +98,7 @@ class Run(WatchedModel):
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self._readers, self.collator = read_with_workers(self.collator, workers)
         self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
-        self._brought: BroughtBatch | None = None
-        """What ranks brought to the step that is not done; None: it is one of the corpus."""
+        self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.loss_check, self.meter, self.ledger = LossCheck(), DeviceMeter(self.world.device), LoopLedger()
@@ -101,9 +106,6 @@ class Run(WatchedModel):
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
-        self._batch: GlobalBatch | None = None
-        """The global batch of the step that is not done."""
-        self._stream_state, self._attempt, self._last_failure = dict[str, Any](), 0, ""  # of the stream, before it
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:
@@ -125,9 +127,9 @@ class Run(WatchedModel):
     @property
     def readers(self) -> ItemReaders | None:
         """The processes that read the corpus; None: there are none, or the step's items were brought."""
-        return None if self._brought is not None else self._readers
+        return None if self._pending.brought is not None else self._readers
 
-    def steps(self, batches: Iterable[Iterable[Any]] | None = None) -> Iterator[Step]:
+    def steps(self, batches: Iterable[Iterable[Any]] | None = None, *, plan_ahead: bool = False) -> Iterator[Step]:
         """Iterate over the steps up to ``num_steps``; a step that was aborted comes again, with a new plan.
 
         A step is aborted where a rank ran out of memory, where its update raised, and where a loop left it, by an
@@ -135,6 +137,8 @@ class Run(WatchedModel):
 
         ``batches``: instead of the corpus, what this rank brings to each step, as :meth:`step` takes it; the steps end
         when no rank has a batch left. A checkpoint has ``next_step``, by which a loop skips batches that are done.
+        ``plan_ahead``: whether the batch of the next step is read when a step begins, and planned while it computes,
+        where a batch does not depend on the step before. A loop that is left keeps it for the same iterator.
 
         Raises:
             CheckError: a step got no update, was given up too often, or ranks plan differently.
@@ -142,15 +146,18 @@ class Run(WatchedModel):
         own_batches = None if batches is None else iter(batches)
         while True:
             self._leave_unfinished()
-            if own_batches is not None and self._batch is None:
-                step = self._step_of(next(own_batches, None))
+            if own_batches is not None and self._pending.batch is None:
+                step = self._step_of(partial(self._ahead.take, own_batches))
                 if step is None:
                     return
             elif own_batches is None and self.next_step >= self.num_steps:
                 return
             else:
-                step = self._begin()
+                step = self._plan()
             self._step = step
+            if plan_ahead and own_batches is not None:
+                self._ahead.read(own_batches, self.items.gather, self.next_step + 1)
+                self._ahead.start(present_planner(self.planner), self._plan_units)
             yield step
 
     def step(self, items: Iterable[Any] | None) -> Step:
@@ -165,26 +172,23 @@ class Run(WatchedModel):
             CheckError: a step was given up too often, or ranks make different calls.
         """
         self._leave_unfinished()
-        step = self._step_of(() if items is None else items)
+        step = self._step_of(lambda gather, step: gather(() if items is None else items, step))
         assert step is not None, "there are items, if none"
         self._step = step
         return step
 
     @errors_spelt(as_option)
-    def _step_of(self, items: Iterable[Any] | None) -> Step | None:
+    def _step_of(self, bring: Callable[[Gather, int], BroughtBatch | None]) -> Step | None:
         """The step of what all ranks bring; None: no rank has a batch."""
-        if self._batch is not None and self._brought is None:
+        if self._pending.batch is not None and self._pending.brought is None:
             raise CheckError(
                 f"step {self.next_step} of the corpus was given up, and comes again: go on with run.steps(), or leave "
                 "it out with its step.skip(), before run.step(items)"
             )
-        brought = self.items.gather(items, self.next_step)
+        brought = bring(self.items.gather, self.next_step)
         if brought is None:
             return None
-        if self._batch is None or brought.batch != self._batch:
-            self._stream_state, self._attempt = self.stream.state_dict(), -1
-        self._batch, self._brought = brought.batch, brought
-        self._count_attempt()
+        self._pending.bring(brought)
         return self._plan()
 
     @errors_spelt(as_option)
@@ -209,9 +213,10 @@ class Run(WatchedModel):
         self._come_between_steps("run.score()")
         brought = self.items.gather(() if items is None else items, self.next_step, RankOperation.SCORE)
         assert brought is not None, "there are items, if none"
-        plan, clock = self.items.plan_forwards(brought.batch), StepClock(self.world)
-        sync_step(plan, clock, self.parameters.problem())
-        return score_items(self, brought, plan, per, values_of)
+        self._ahead.wait()
+        cut = self.items.plan_forwards(brought.batch, brought.trees.__getitem__)
+        sync_step(cut.plan, StepClock(self.world), self.parameters.problem())
+        return score_items(self, brought, cut, per, values_of)
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a frozen model as :meth:`PreparedModel.frozen` does; from then on steps are planned in one stage."""
@@ -231,35 +236,26 @@ class Run(WatchedModel):
         _log.warning("%s; it comes again", self._last_failure)
 
     @errors_spelt(as_option)
-    def _begin(self) -> Step:
-        """Plan and return the next step, or again the one that was aborted."""
-        if self._batch is None:
-            self._stream_state = self.stream.state_dict()
-            self._batch, self._attempt = next(self.stream), -1
-        self._count_attempt()
-        return self._plan()
-
-    def _count_attempt(self) -> None:
-        """Count one more plan of the step; the first is attempt 0."""
-        if self._attempt >= MOST_ATTEMPTS:
-            raise CheckError(
-                f"step {self.next_step} was given up {self._attempt + 1} times, the last time because of this: "
-                f"{self._last_failure}. Leave it out with step.skip() on every rank, or mend the cause"
-            )
-        self._attempt += 1
-
     def _plan(self) -> Step:
-        """Plan and begin the step of the present batch."""
-        assert self._batch is not None, "there is a batch"
+        """Plan and begin the step of the batch that is pending, or the next one of the corpus."""
+        pending, clock = self._pending, StepClock(self.world)
+        pending.draw()
+        pending.count_attempt(self.next_step, self._last_failure)
         ACTIVITY.begin("plan", step=self.next_step)
-        clock = StepClock(self.world)
         with clock.span(SpanKind.PLAN, "plan"):
-            plan = self.planner(self._batch)
-        plan.check_covers(self._batch)
-        sync_step(plan, clock, self.parameters.problem())
-        if self._brought is not None:
-            self.collator = self.items.collator(self._brought, plan)
-        return self.begin_step(plan, clock, attempt=self._attempt)
+            planner = present_planner(self.planner)
+            cut = self._ahead.plan_of_taken(planner) or pending.plan(
+                partial(self._plan_units, planner), self._corpus_collator
+            )
+        cut.plan.check_covers(cut.batch)
+        sync_step(cut.plan, clock, self.parameters.problem())
+        self.collator = pending.collator(cut, self._items, self._corpus_collator)
+        return self.begin_step(cut.plan, clock, attempt=pending.attempt)
+
+    def _plan_units(self, planner: Planner, batch: GlobalBatch, tree_of: TreeOf) -> CutPlan:
+        if self._plan_with_cuts is None:
+            return CutPlan(plan=planner(batch), batch=batch)
+        return self._plan_with_cuts(planner, batch, tree_of)
 
     def begin_step(self, plan: StepPlan, clock: StepClock, *, attempt: int = 0) -> Step:
         """Start the step of a plan that every rank has; ``attempt``: how often it was given up before.
@@ -307,10 +303,13 @@ class Run(WatchedModel):
         """Record a step that is done and go on to the next; every rank calls this."""
         self.world.offload.release()
         self.note_recompiles(step.number)
-        self.ledger.count(step.plan, is_skipped=step.is_skipped or bool(step.result and step.result.is_skipped))
+        self.ledger.count(
+            step.plan, self.collator, is_skipped=step.is_skipped or bool(step.result and step.result.is_skipped)
+        )
         self.next_step += 1
-        self._batch, self._step, self._last_failure = None, None, ""
-        self._brought, self.collator = None, self._corpus_collator
+        self._step, self._last_failure, self.collator = None, "", self._corpus_collator
+        self._pending.clear()
+        self._ahead.wait()  # before costs change
         if self.on_finish is not None:
             self.on_finish(step)
 
@@ -330,10 +329,9 @@ class Run(WatchedModel):
         if any(reports.notes):
             raise CheckError(f"run.save(): {reports.notes_text()}")
         self.take_over_changes(reports, "run.save()", columns=(0, 1))
-        sampler = self.stream.state_dict() if self._batch is None else self._stream_state
         extra = {
-            "step": self.next_step, "sampler": sampler, "skipped": self.skipped, "ledger": self.ledger.state_dict(),
-            "buffers": buffers_to_save(self.model),
+            "step": self.next_step, "sampler": self._pending.stream_state, "skipped": self.skipped,
+            "ledger": self.ledger.state_dict(), "buffers": buffers_to_save(self.model),
         }  # fmt: skip
         checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
@@ -364,15 +362,18 @@ class Run(WatchedModel):
         extra: dict[str, Any] = checkpoint.load(path, state)
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
-        self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
+        self.next_step, self.skipped = extra["step"], list(extra.get("skipped", []))
         self.ledger = LoopLedger.of(extra.get("ledger", {}))
-        self._brought, self.collator = None, self._corpus_collator
+        self._pending.clear()
+        self._ahead.forget()
+        self.collator = self._corpus_collator
         self.update_weights()
         self.log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
 
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights."""
+        self._ahead.close()
         if self._readers is not None:
             self._readers.close()
         super().close()

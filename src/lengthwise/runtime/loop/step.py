@@ -39,8 +39,7 @@ class Step:
     """What the loop calls for every micro-batch."""
 
     def __init__(self, run: RunState, plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
-        self.run, self.plan, self.clock = run, plan, clock
-        self.attempt = attempt
+        self.run, self.plan, self.clock, self.attempt = run, plan, clock, attempt
         """How often the step was aborted before."""
         self.result: StepResult | None = None
         self.is_over = self.is_skipped = False
@@ -295,8 +294,9 @@ class Step:
         mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             figures = {"loss": mean, "norm": norm, "lr": lr, "clip_norm": run.clip_norm, "factor": factor}
+            repeated = run.collator.repeated_tokens
             try:
-                self.result = update_or_skip(state, self.number, **figures, advice=ADVICE_IN_LOOPS)
+                self.result = update_or_skip(state, self.number, **figures, advice=ADVICE_IN_LOOPS, repeated=repeated)
             except DivergedError as error:
                 raise self._failed(error) from None
             (run.discard if self.result.is_skipped else run.pull_weights)()

@@ -75,6 +75,8 @@ class StepResult:
     lr: float
     is_skipped: bool = False
     """Whether scaled gradients overflowed, so that weights are as they were; the norm is not finite then."""
+    repeated_tokens: int = 0
+    """Tokens that were computed more than once, because units whose sequences share prefixes were cut in parts."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None: losses are not scaled."""
     num_skipped: int = 0
@@ -180,11 +182,12 @@ def update_or_skip(
     clip_norm: float,
     advice: str,
     factor: float = 1.0,
+    repeated: int = 0,
 ) -> StepResult:
     """Clip the summed gradient and update weights, or skip the step if its scaled gradient overflowed.
 
     ``norm``: that of the gradient as it was summed, which is ``factor`` times that of the step, and scaled as the loss
-    was. Every rank has the same numbers, and so does the same.
+    was. Every rank has the same numbers, and so does the same. ``repeated``: tokens that were computed more than once.
 
     Raises:
         DivergedError: the loss is not finite, or the gradient is not and no lower loss scale may help.
@@ -197,7 +200,7 @@ def update_or_skip(
         raise DivergedError(step, loss, norm, advice)
     if not is_skipped:
         state.step(lr=lr, clip=factor * (min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0))
-    result = StepResult(loss=loss, grad_norm=norm, lr=lr, is_skipped=is_skipped)
+    result = StepResult(loss=loss, grad_norm=norm, lr=lr, is_skipped=is_skipped, repeated_tokens=repeated)
     if scaler is None:
         return result
     scale = scaler.scale

@@ -54,6 +54,8 @@ class PackCollator:
     shared: SharedPrefixes | None = None
     """Lays units out as one sequence each, with what their sequences share once; ``source``, ``labels`` and ``passed``
     are by unit then, ``loss_columns`` by sequence as ever."""
+    of_sequences: "PackCollator | None" = None
+    """Where units are laid out as one sequence each: the collator of their sequences, which that was made of."""
 
     def computed(self, pack: Pack) -> Pack:
         """The pack that is computed, from a planned pack: of units, that of their sequences."""
@@ -69,6 +71,10 @@ class PackCollator:
             return pack.lengths
         return tuple(self.units.lengths[self.members(pack)].tolist())
 
+    def noise_id(self, number: int) -> int:
+        """The number that random draws of a sequence of a computed pack belong to."""
+        return number if self.shared is None or self.units is None else self.units.noise_id(number)
+
     def tree(self, pack: Pack) -> PrefixTree | None:
         """The prefix tree of a pack's slots; None: no item shares anything."""
         if self.shared is None:
@@ -77,6 +83,11 @@ class PackCollator:
         by_start = dict(trees)
         bounds = self.cu_seqlens(pack)
         return in_pack([by_start.get(start) for start in bounds[:-1]], bounds)
+
+    @property
+    def repeated_tokens(self) -> int:
+        """Tokens that the step computes more than once, because several parts of a unit begin with them."""
+        return 0 if self.units is None else self.units.repeated_tokens
 
     @property
     def has_all_targets(self) -> bool:
@@ -97,7 +108,15 @@ def with_shared_prefixes(collator: PackCollator) -> PackCollator:
         ignore_index=collator.ignore_index,
     )  # fmt: skip
     passed = {name: partial(shared.passed, name) for name in collator.passed}
-    return replace(collator, source=shared, labels=shared.labels, passed=passed, shared=shared)
+    return replace(
+        collator, source=shared, labels=shared.labels, passed=passed, shared=shared, of_sequences=collator
+    )  # fmt: skip
+
+
+def with_units(collator: PackCollator, units: Units) -> PackCollator:
+    """The collator with other units in place of its own, which share prefixes: such as some that are cut."""
+    assert collator.of_sequences is not None, "the sequences of units share prefixes"
+    return with_shared_prefixes(replace(collator.of_sequences, units=units))
 
 
 def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:

@@ -36,7 +36,7 @@ class MicroBatch:
         self._collator, self._make_inputs = collator, make_inputs
         self.totals = LossTotals(
             targets=max(1, sum(pack.lengths)), slots=sum(collator.lengths(pack)) // collator.slot_tokens,
-            sequences=len(collator.members(pack)), units=self.num_units,
+            sequences=len(collator.members(pack)), units=self._count_units(),
         )  # fmt: skip
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
@@ -293,8 +293,10 @@ class MicroBatch:
         Where items are single sequences, or ``coupled_loss=`` has members planned apart, each is a unit of its own.
 
         Raises:
-            InputError: it is no micro-batch of a step, and has other sequences than whole units.
+            InputError: units of the step are cut in parts; or it is no micro-batch of a step, and has other sequences
+                than whole units.
         """
+        self._check_units_are_whole()
         numbers, are_whole = self._units
         if not are_whole:
             text = "" if self._collator.units is None else self._collator.units.sizes_text
@@ -307,8 +309,25 @@ class MicroBatch:
 
     @property
     def num_units(self) -> int:
-        """The number u of units of this micro-batch, one at least."""
+        """The number u of units of this micro-batch, one at least.
+
+        Raises:
+            InputError: units of the step are cut in parts.
+        """
+        self._check_units_are_whole()
+        return self._count_units()
+
+    def _count_units(self) -> int:
         return 1 + int(self._units[0].max(initial=0))
+
+    def _check_units_are_whole(self) -> None:
+        """Raise ``InputError`` if units of the step are cut, for which nothing over units can be made here."""
+        units = self._collator.units
+        if units is not None and units.parts:
+            raise InputError(
+                f"units of step {self.shard.step} are cut into {len(units.parts)} parts in different micro-batches, so "
+                "no loss of whole units can be made here; make it in coupled_loss=, or set cut_units=False"
+            )
 
     @cached_property
     def is_last(self) -> Tensor:

@@ -21,7 +21,7 @@ _KEPT_TREES = 4096
 
 
 class SharedPrefixes:
-    """Columns of units by their slots, made of those of their sequences."""
+    """Columns of units, or of parts of units, by their slots, made of those of their sequences."""
 
     def __init__(
         self, tokens: Column, labels: Column, passed: Mapping[str, Column], *, units: Units, ignore_index: int
@@ -33,8 +33,8 @@ class SharedPrefixes:
         """The prefix tree of a unit by its number."""
 
     def ids(self, units: Sequence[int]) -> list[int]:
-        """The numbers of the sequences of some units."""
-        return self._units.ids(units)
+        """The numbers of the sequences of some units, or parts of units."""
+        return [member for unit in units for member in self._units.planned(unit)]
 
     def tokens(self, unit: int, /) -> np.ndarray:
         """[T] the tokens of the slots of a unit."""

@@ -3,11 +3,12 @@
 To sampler and planner a unit is one sequence, as long as all of its members. In a forward each member is a sequence of
 its own: positions from 0, attention within it, no label across its border. Where members share what they begin with,
 see :mod:`lengthwise.runtime.wrap.shared_prefixes`. Where the loss of the whole step couples them, members need not
-share a micro-batch: the planner gets each as a sequence. Units have any number of members each.
+share a micro-batch: the planner gets each as a sequence. A unit whose members share what they begin with may be cut in
+parts for a step, each of which is planned as one sequence. Units have any number of members each.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +26,10 @@ class Units:
     """[S] tokens of every member."""
     are_split: bool = False
     """Whether members are planned as sequences of their own, on whichever ranks; the loss of the step couples them."""
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The members of each part of a unit that is cut, by the number that it is planned under."""
+    repeated_tokens: int = 0
+    """Tokens that a step computes more than once, because several parts of a unit begin with them."""
 
     @cached_property
     def num_members(self) -> int | None:
@@ -49,7 +54,13 @@ class Units:
 
     def planned(self, number: int) -> list[int]:
         """The numbers of the sequences that are planned as one."""
+        if number in self.parts:
+            return list(self.parts[number])
         return [number] if self.are_split else self.ids([number])
+
+    def noise_id(self, number: int) -> int:
+        """The number that random draws of a planned sequence belong to: of a part, its unit's, however it is cut."""
+        return int(self.unit_of(self.parts[number][:1])[0]) if number in self.parts else number
 
     def planned_units(self, sequences: Sequence[int]) -> tuple[np.ndarray, bool]:
         """[s] which unit of a micro-batch, from 0, each of its sequences is of, and whether all units are whole.
