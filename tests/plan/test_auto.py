@@ -17,6 +17,7 @@ from lengthwise.core.prefix_tree import ROOT, PrefixTree
 from lengthwise.plan import auto, policies
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.space.draft_plan import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.sim.engine import simulate
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
@@ -316,3 +317,34 @@ def test_equal_pipelines_that_others_were_tuned_to_are_strategies_whose_packs_it
     tuned = policies.prepare("static", problem).candidate
     strategies = policies.prepare("auto", problem).strategy_candidates.strategies
     assert any([tile.candidate for tile in strategy.tiles] == [tuned] for strategy in strategies)
+
+
+class WithoutUpdates(SimpleCost):
+    """Costs of micro-batches alone."""
+
+    def update_s(self, strategy):
+        return 0.0
+
+
+class Noting:
+    """A policy that cannot win, and notes that it was asked."""
+
+    def __init__(self):
+        self.num_asked = 0
+
+    def floor_s(self, priced):
+        self.num_asked += 1
+        return np.inf
+
+
+@pytest.mark.parametrize(("scale", "is_worth"), [(1e-3, False), (1.0, True)])
+def test_where_training_waits_other_policies_are_tried_only_for_a_gain_worth_their_time(scale, is_worth):
+    """The same steps in milliseconds and in seconds, further from their bound than what is always enough."""
+    cost = WithoutUpdates(a_s=1e-4 * scale, b_s=1e-2 * scale, c_s=0.5 * scale)
+    lengths, other = [90, 80, 45, 30], Noting()
+    problem = replace(make_problem(cost, num_devices=3, stages=(1,), samples=[lengths]), is_waited_for=True)
+    policy = auto.prepare(problem)
+    policy.others = {"other": other}
+    draft = policy(PricedBatch(problem, make_batch(lengths)))
+    assert sum(step_times_s(PricedBatch(problem, make_batch(lengths)), draft)) > 1.02 * draft.lower_bound_s
+    assert bool(other.num_asked) == is_worth

@@ -61,6 +61,8 @@ WAITED_STRATEGIES = 2
 """How many strategies of the corpus are planned at most where training waits, the most promising first."""
 FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
+SMALL_STEP_S, OTHERS_S = 0.01, 0.02
+"""About the seconds of the search for a step of few sequences, and of trying every other policy."""
 NEARLY = 1.03
 """Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare."""
 MOST_GAIN_S = 60.0
@@ -112,7 +114,8 @@ class AutoPolicy:
         if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
-        if len(priced.lengths) <= FEW_SEQUENCES and _least_s(drafts) > bound_s * (1 + ENOUGH):
+        is_few, may_gain_s = len(priced.lengths) <= FEW_SEQUENCES, _least_s(drafts) - bound_s
+        if is_few and may_gain_s > bound_s * ENOUGH and _is_worth(priced, may_gain_s, SMALL_STEP_S):
             drafts += drafts_of_step(priced, self.candidates, self.runs, limit_s=_least_s(drafts))
         if margin > 1:
             drafts += _drafts_of(_planned(self.homogeneous, priced))
@@ -121,7 +124,7 @@ class AutoPolicy:
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
         best_s = _least_s(drafts)
         for name, policy in self.others.items():
-            if is_waited_for and best_s <= enough_s:
+            if is_waited_for and best_s <= enough_s or not _is_worth(priced, best_s - bound_s, OTHERS_S):
                 break
             with _goes_on_without(name):
                 if name in priced.drafted_by_policy or can_win(policy, priced, best_s * margin * (1 - SLACK)):
@@ -214,6 +217,11 @@ def _num_parts(priced: PricedBatch, gain_s: float) -> int:
     """How many parts are worth searching for a step that may become ``gain_s`` seconds faster."""
     part_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
     return int(_search_share(priced) * min(gain_s, MOST_GAIN_S) / part_s)
+
+
+def _is_worth(priced: PricedBatch, gain_s: float, search_s: float) -> bool:
+    """Whether to search for ``search_s`` seconds more where training waits, and a step may become ``gain_s`` faster."""
+    return not priced.problem.is_waited_for or WAITED_SHARE * min(gain_s, MOST_GAIN_S) > search_s
 
 
 def _search_share(priced: PricedBatch) -> float:
