@@ -30,12 +30,12 @@ def _run(way, items=None):
 
 
 def train_cut(ways):
-    """By way: losses, tokens that steps computed and that they repeated, whether units were on several ranks, the
-    ledger's sequences, tokens and repeated tokens, and weights."""
+    """By way: losses, tokens that steps computed and that they repeated, the ledger's sequences, tokens and repeated
+    tokens, and weights."""
     results = []
     for way in ways:
         run = _run(way)
-        losses, computed, repeated, is_apart = [], 0, 0, False
+        losses, computed, repeated = [], 0, 0
         own = [units[run.world.rank :: run.world.size] for units in brought()]
         for step in map(run.step, own) if way.get("via") == "step" else run.steps():
             for micro_batch in step:
@@ -45,18 +45,30 @@ def train_cut(ways):
                     continue
                 loss, mean_over = loss_of(run, step, micro_batch, way["kind"], None)
                 step.backward(loss, mean_over=mean_over)
-            parts = run.collator.units.parts
-            packs = [(p.ranks, m.pack) for p in step.plan.pipelines for m in p.micro_batches]
-            computed += sum(sum(pack.lengths) for _, pack in packs)
-            ranks_of = {number: ranks for ranks, pack in packs for number in pack.ids if number in parts}
-            is_apart = is_apart or len(set(ranks_of.values())) > 1
+            computed += sum(sum(m.pack.lengths) for p in step.plan.pipelines for m in p.micro_batches)
             result = step.update()
             losses.append(result.loss)
             repeated += result.repeated_tokens
         run.close()
         ledger = run.ledger.sequences, run.ledger.tokens, run.ledger.repeated_tokens
-        results.append((losses, computed, repeated, is_apart, ledger, weights_of(run.model)))
+        results.append((losses, computed, repeated, ledger, weights_of(run.model)))
     return results
+
+
+def train_for_balance():
+    """Losses, the ranks of the parts of each unit, and weights of steps of one group, which both ranks would share."""
+    cost = SimpleCost(capacity=1000, c_s=0.001, loss=5.0)
+    run, losses, ranks = _run({"cost": cost, "policy": "auto", "step_max_length": 60}), [], []
+    for unit in groups()[3:6]:
+        step = run.step([unit] if run.world.is_first else [])
+        for micro_batch in step:
+            loss, mean_over = loss_of(run, step, micro_batch, "clipped", None)
+            step.backward(loss, mean_over=mean_over)
+        planned = [(p.ranks, number) for p in step.plan.pipelines for m in p.micro_batches for number in m.pack.ids]
+        ranks.append(sorted(of_part for of_part, number in planned if number in run.collator.units.parts))
+        losses.append(step.update().loss)
+    run.close()
+    return losses, ranks, weights_of(run.model)
 
 
 def spread_alone(model, units):
@@ -79,7 +91,8 @@ def _gradient_with_dropout(way):
     model, gradients = models.gpt(), []
     for block in model.blocks:
         block.mlp = nn.Sequential(block.mlp, nn.Dropout(0.4))
-    run = _run(way | {"steps": 1, "lr": 0.0, "model": model.train()})
+    run = _run(way | {"steps": 1, "model": model.train()})
+    run.lr = lambda step: 0.0
     run.on_finish = lambda step: gradients.append(run.state.pushed.clone())
     for step in run.steps():
         for micro_batch in step:
@@ -92,7 +105,8 @@ def _gradient_with_dropout(way):
 def score_cut(per):
     """What this rank's groups say, cut as they are for lack of memory, and the groups."""
     run = _run(tight_options(2, brings=True))
-    own = brought()[0][run.world.rank :: run.world.size]
+    units = brought()[0]  # of nine, since forwards alone need less memory
+    own = [sum(units[first : first + 3], ()) for first in (0, 2)][run.world.rank :: run.world.size]
 
     def values(output, micro_batch):
         of_slots = output[0][0][:, 0]

@@ -16,6 +16,7 @@ from tests.session.cut_units import (
     spread_alone,
     tight_options,
     train_cut,
+    train_for_balance,
 )
 from tests.session.pairs import prepared, train_plainly
 from tests.session.test_prepare import assert_equal_weights
@@ -46,7 +47,7 @@ def alone(way, batches):
 def test_groups_that_fit_no_rank_train_what_every_sequence_by_itself_trains(ranks, num_ranks, ways):
     ways = [way | tight_options(num_ranks, brings="via" in way) for way in ways]
     for trained in ranks(num_ranks).run(train_cut, ways):
-        for way, (losses, computed, repeated, is_apart, ledger, weights) in zip(ways, trained, strict=True):
+        for way, (losses, computed, repeated, ledger, weights) in zip(ways, trained, strict=True):
             batches = brought() if "via" in way else batches_of_corpus()
             expected_losses, expected_weights = alone(way, batches)
             np.testing.assert_allclose(losses, expected_losses, rtol=EXACT, err_msg=str(way))
@@ -55,7 +56,14 @@ def test_groups_that_fit_no_rank_train_what_every_sequence_by_itself_trains(rank
             assert repeated > 0 and computed == repeated + sum(map(unique_tokens, units)), way
             tokens = sum(len(member["input_ids"]) for unit in units for member in unit)
             assert ledger == (MEMBERS * len(units), tokens, repeated)
-            assert is_apart or way.get("policy") == "static", way
+
+
+def test_a_group_is_cut_over_ranks_where_that_is_faster_than_to_share_it(ranks):
+    losses, weights = train_alone("clipped", [[unit] for unit in groups()[3:6]])
+    for of_rank, ranks_of_parts, theirs in ranks(2).run(train_for_balance):
+        np.testing.assert_allclose(of_rank, losses, rtol=EXACT)
+        assert_equal_weights(theirs, weights)
+        assert ranks_of_parts == [[(0,), (1,)]] * 3
 
 
 def test_dropout_does_not_depend_on_how_groups_are_cut(ranks):

@@ -64,7 +64,7 @@ class _Search:
     least: int = field(init=False)
     best: list[list[int]] = field(init=False)
     _parts: list[list[int]] = field(default_factory=list)
-    _held: list[set[int]] = field(default_factory=list)
+    _nodes: list[set[int]] = field(default_factory=list)
     """The nodes of each part."""
     _room: list[int] = field(default_factory=list)
 
@@ -93,8 +93,8 @@ class _Search:
         """What a leaf adds to what is repeated, the room left then, and its part; one of them a new one."""
         choices = []
         for part in range(len(self._parts) + 1):
-            held = self._held[part] if part < len(self._parts) else set[int]()
-            nodes = [node for node in self.paths[leaf] if node not in held]
+            nodes_of_part = self._nodes[part] if part < len(self._parts) else set[int]()
+            nodes = [node for node in self.paths[leaf] if node not in nodes_of_part]
             room = (self._room[part] if part < len(self._parts) else self.limit) - sum(self.sizes[n] for n in nodes)
             if room >= 0:
                 choices.append((sum(self.sizes[node] for node in nodes if self._uses[node]), room, part))
@@ -104,11 +104,11 @@ class _Search:
         """Put a leaf into a part; the nodes that it had not."""
         if part == len(self._parts):
             self._parts.append([])
-            self._held.append(set())
+            self._nodes.append(set())
             self._room.append(self.limit)
-        nodes = [node for node in self.paths[leaf] if node not in self._held[part]]
+        nodes = [node for node in self.paths[leaf] if node not in self._nodes[part]]
         self._parts[part].append(leaf)
-        self._held[part].update(nodes)
+        self._nodes[part].update(nodes)
         self._room[part] -= sum(self.sizes[node] for node in nodes)
         for node in nodes:
             self._uses[node] += 1
@@ -117,9 +117,9 @@ class _Search:
     def _remove(self, part: int, nodes: list[int]) -> None:
         """Take the last leaf out of a part, and ``nodes``, which it brought."""
         self._parts[part].pop()
-        self._held[part].difference_update(nodes)
+        self._nodes[part].difference_update(nodes)
         self._room[part] += sum(self.sizes[node] for node in nodes)
         for node in nodes:
             self._uses[node] -= 1
         if not self._parts[part]:
-            self._parts.pop(), self._held.pop(), self._room.pop()
+            self._parts.pop(), self._nodes.pop(), self._room.pop()
