@@ -91,3 +91,10 @@ def test_the_learning_rate_is_that_of_the_whole_units():
     scaling = LrScaling(rule="linear", by="tokens", reference=1000.0)
     cut, _, batch = planned([group(100, [60, 50, 40, 30])], capacity=50, lr_scaling=scaling)
     assert cut.parts and cut.plan.lr_factor == batch.num_tokens / 1000
+
+
+def test_a_group_alone_is_cut_though_no_plan_of_whole_groups_is_faster():
+    trees = [group(20, [200, 180, 220, 210])]
+    cut, planner, batch = planned(trees, capacity=2000, loss=1.0)
+    check_parts(cut, trees)
+    assert len(cut.parts) > 1 and cut.plan.time_s < 0.8 * planner(batch).time_s

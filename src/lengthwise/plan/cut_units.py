@@ -23,7 +23,10 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 SHARES = (1.0, 0.75, 0.5, 0.35)
 """Sizes of parts that are tried, as shares of the tokens that each of the smallest groups of devices gets."""
 ENOUGH = 0.01
-"""Gap of a plan to its bound up to which nothing is cut for balance."""
+"""Up to this share above its perfectly balanced time a step's units are not cut for balance."""
+CUT_S, WAITED_SHARE = 0.05, 0.1
+"""About the seconds to cut units and to plan once more, and the share of what a step may gain that these may take where
+training waits."""
 
 Parts = Mapping[int, tuple[tuple[int, ...], ...]]
 """The parts of each unit that is cut: which of its sequences each has."""
@@ -57,11 +60,20 @@ def plan_with_cuts(planner: StepPlanner, batch: GlobalBatch, tree_of: TreeOf) ->
     reach = problem.leanest.max_tokens
     too_long = {unit: reach for unit, length in zip(batch.ids, batch.lengths) if length > reach}
     needed = _planned(planner, batch, _cut(too_long, tree_of), tree_of)
-    candidate = min(problem.candidates, key=lambda kind: (kind.num_devices, -kind.max_tokens))
-    num_groups = problem.num_devices // candidate.num_devices
+    smallest = min(candidate.num_devices for candidate in problem.candidates)
+    num_groups = problem.num_devices // smallest
     share = batch.num_tokens / num_groups
     large = [unit for unit, length in zip(batch.ids, batch.lengths) if length > share]
-    if num_groups == 1 or not large or needed.plan.gap <= ENOUGH:
+    if num_groups == 1 or not large:
+        return needed
+    priced = PricedBatch(problem, batch)
+    candidate = min(
+        (candidate for candidate in problem.candidates if candidate.num_devices == smallest),
+        key=lambda candidate: float(priced.times_s(candidate).sum()),
+    )
+    even_s = float(priced.times_s(candidate).sum()) / num_groups + needed.plan.update_s
+    gain_s = needed.plan.time_s - even_s
+    if gain_s <= ENOUGH * even_s or (problem.is_waited_for and WAITED_SHARE * gain_s < CUT_S):
         return needed
     ways = [
         _cut({unit: min(reach, int(share * part)) for unit in large} | too_long, tree_of, at_least_paths=True)
