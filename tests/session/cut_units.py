@@ -57,7 +57,7 @@ def train_cut(ways):
 
 def train_for_balance():
     """Losses, the ranks of the parts of each unit, and weights of steps of one group, which both ranks would share."""
-    cost = SimpleCost(capacity=1000, c_s=0.001, loss=5.0)
+    cost = SimpleCost(capacity=1000, b_s=1.0, c_s=0.001, loss=5.0)
     run, losses, ranks = _run({"cost": cost, "policy": "auto", "step_max_length": 60}), [], []
     for unit in groups()[3:6]:
         step = run.step([unit] if run.world.is_first else [])
