@@ -105,8 +105,8 @@ def _gradient_with_dropout(way):
 def score_cut(per):
     """What this rank's groups say, cut as they are for lack of memory, and the groups."""
     run = _run(tight_options(2, brings=True))
-    units = brought()[0]  # of nine, since forwards alone need less memory
-    own = [sum(units[first : first + 3], ()) for first in (0, 2)][run.world.rank :: run.world.size]
+    units = [unit for of_step in brought() for unit in of_step]
+    own = [sum(units, ())] if run.world.is_first else units[:1]  # large, since forwards alone need less memory
 
     def values(output, micro_batch):
         of_slots = output[0][0][:, 0]
