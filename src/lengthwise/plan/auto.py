@@ -57,8 +57,8 @@ PLANS_A_PART = 6
 """About so many strategies are planned in the time in which a part of the search space is searched."""
 VERY_FEW_DEVICES, FEW_DEVICES = 64, 128
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, and of the main ones."""
-WAITED_BOUNDS, WAITED_STRATEGIES = 6, 2
-"""How many strategies of the corpus are bounded and planned at most where training waits, the most promising first."""
+WAITED_STRATEGIES = 2
+"""How many strategies of the corpus are planned at most where training waits, the most promising first."""
 FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
@@ -259,9 +259,9 @@ def _planned(
 
     With ``enough_s``, of the most promising few, the first that takes at most so long.
     """
+    bounds_s = candidates.bounds_s(priced)
     if enough_s is None:
-        return candidates.best(priced, candidates.bounds_s(priced))
-    bounds_s = candidates.bounds_s(priced, most_bounded=WAITED_BOUNDS)
+        return candidates.best(priced, bounds_s)
     return candidates.best(priced, bounds_s, enough_s=enough_s, most_planned=WAITED_STRATEGIES)
 
 

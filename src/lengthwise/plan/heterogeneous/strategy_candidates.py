@@ -38,19 +38,16 @@ class StrategyCandidates:
     def __init__(self, strategies: Sequence[PlacedStrategy]) -> None:
         self.strategies = tuple(strategies)
 
-    def bounds_s(self, priced: PricedBatch, *, most_bounded: int = MANY) -> list[float]:
+    def bounds_s(self, priced: PricedBatch) -> list[float]:
         """Seconds that a step takes at least under each strategy; inf where a sequence does not fit.
 
-        Where a cheap floor is clearly above the least bound, the floor; inf beyond the ``most_bounded`` least floors.
+        Where a cheap floor is clearly above the least bound, the floor.
         """
         bounds_s = [strategy.floor_s(priced) + strategy.update_s for strategy in self.strategies]
         least_s = np.inf
-        for place, number in enumerate(np.argsort(bounds_s, kind="stable").tolist()):
+        for number in np.argsort(bounds_s, kind="stable").tolist():
             if bounds_s[number] >= least_s * CLEARLY:
                 break
-            if place >= most_bounded:
-                bounds_s[number] = np.inf
-                continue
             bounds_s[number] = self.strategies[number].bound_s(priced) + self.strategies[number].update_s
             least_s = min(least_s, bounds_s[number])
         return bounds_s
