@@ -43,11 +43,11 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     plan = replace(plan_of(batch, groups_of(num_phases, given.get("shared", 0)), 1), lr_factor=FACTOR)
     run = mock.Mock(
         world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
-        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), gradient_version=1, clip_norm=clip_norm,
+        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), clip_norm=clip_norm,
         lr=given.get("lr", lambda step: LR), overlap=None,
     )  # fmt: skip
     run.inspect.return_value = given.get("problem", ""), 77, True
-    run.gradient_problem.return_value = given.get("gradient_problem", "")
+    run.gradients.problem.return_value = given.get("gradient_problem", "")
     run.state.global_norm.return_value = (given.get("norm", 2.0), None)
     run.state.loss_scaler = given.get("loss_scaler")
     clock = SimpleNamespace(span=lambda kind, name: nullcontext())
@@ -85,7 +85,7 @@ def test_what_a_rank_brings_is_in_the_row_that_others_read(monkeypatch):
     # two micro-batches of the first phase, then one of each other phase, of which the last three share a digest
     assert row[DIGEST : DIGEST + NUM_DIGESTS] == [0b11, 0b100, 0b1000, 0b1110000]
     step.run.take_over_changes.assert_called_once_with(mock.ANY, "step 3", columns=(FINGERPRINT, IS_CHANGED))
-    step.run.gradient_problem.assert_called_once_with(1)
+    step.run.gradients.problem.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

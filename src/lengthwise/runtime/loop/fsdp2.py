@@ -83,15 +83,6 @@ class Fsdp2State:
         self.materialize_all()
         return gradient
 
-    def detached_gradient(self) -> str | None:
-        """The name of a parameter whose gradient was removed; always None, since FSDP2 keeps gradients itself."""
-        return None
-
-    @property
-    def gradient_version(self) -> int:
-        """A constant, since FSDP2 keeps gradients itself and changes cannot be counted."""
-        return 0
-
     def finish_push(self) -> None:
         """Reduce-scatter the accumulated gradients, through a backward whose loss is zero."""
         for module in self._modules:

@@ -1,24 +1,8 @@
-"""Detect changes that a user's loop made by hand to a prepared model, its weights or its gradients."""
+"""Detect changes that a user's loop made by hand to a prepared model and its weights."""
 
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.state.sharded import ShardedState
-
-
-def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
-    """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
-    if (name := state.detached_gradient()) is not None:
-        return (
-            f"the gradient of {name} was taken away, by optimizer.zero_grad(), model.zero_grad() or "
-            f"{name}.grad = ...; leave that out, step.update() begins anew"
-        )
-    if version != state.gradient_version:
-        return (
-            "gradients were changed between step.backward(loss) calls, by loss.backward(), clip_grad_norm_, "
-            "scaler.unscale_, zero_grad() or by hand; leave that out: step.backward(loss) is the backward, and "
-            "step.update() sums over ranks, clips by clip_norm= of prepare, and begins anew"
-        )
-    return ""
 
 
 def inspect_weights(

@@ -13,6 +13,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankReports
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.loop_gradients import LoopGradients
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.workers import ItemReaders
 from lengthwise.runtime.state.layer_gather import LayerGather
@@ -78,6 +79,7 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
 
     state: ShardedState | Fsdp2State
     meter: DeviceMeter
+    gradients: LoopGradients
     loss_check: LossCheck
     unprepared: UnpreparedModels
     counts_targets: bool
@@ -88,19 +90,6 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
     @property
     def readers(self) -> ItemReaders | None:
         """The processes that read sequences ahead."""
-        ...
-
-    @property
-    def gradient_version(self) -> int:
-        """A number that grows with whatever is done to gradients."""
-        ...
-
-    def gradient_problem(self, version: int) -> str:
-        """What a loop did to gradients since they had ``version``, or nothing."""
-        ...
-
-    def check_gradients(self, version: int) -> None:
-        """Raise ``CheckError`` if a loop changed gradients by hand since they had ``version``."""
         ...
 
     def inspect(self) -> tuple[str, int, bool]:

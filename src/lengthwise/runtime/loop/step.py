@@ -58,7 +58,7 @@ class Step:
         }
         """The pipelines of several stages that this rank is in, by number."""
         self._current: MicroBatch | None = None
-        self._gradient_version = run.gradient_version
+        run.gradients.begin()
         self.is_iterated = False
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
@@ -116,9 +116,10 @@ class Step:
                     self.measured.append(MicroBatchTiming(number, index, time_s=time_s, peak_bytes=peak))
             if (staged := self._staged.get(number)) is not None:
                 staged.note_forward(index, time_s)
+                self.run.gradients.check()
                 failed = staged.run_backwards(index, self._shard, first=position - index)
                 self.failure = self.failure or (None if failed is None else (number, failed))
-                self._gradient_version = self.run.gradient_version
+                self.run.gradients.release()
         if self.run.gather is not None:
             self.run.gather.finish_rounds()
         self.run.push_rest()  # before a loop's own collectives after its micro-batches
@@ -131,6 +132,7 @@ class Step:
 
     def _make(self, position: int) -> MicroBatch:
         """Make a micro-batch for the loop."""
+        self.run.gradients.check()
         shard = self._shard(position)
         pack = pad_to_degree(self._own[position][3].pack, shard.group.size, self.run.collator)
         micro_batch = self.run.make(shard, pack)
@@ -181,7 +183,7 @@ class Step:
         """Run the backward of a micro-batch, or stand in for it; ``weigh`` checks what it begins with and gives it."""
         run = self.run
         if not shard.has_failed:
-            run.check_gradients(self._gradient_version)
+            run.gradients.check()
             differentiate = weigh()
             shard.backward_begun = shard.num_exchanges
             run.begin_backward()
@@ -203,7 +205,8 @@ class Step:
         shared_gradients.end_backward(run.overlap, shard)
         shard.is_finished = True
         shard.passes.clear()
-        self._current, self._gradient_version = None, run.gradient_version
+        self._current = None
+        run.gradients.release()
 
     def couple(self, values: Tensor, *, side: Tensor | None = None) -> None:
         """Hand over values of sequences; raise ``CheckError`` where the run has no ``coupled_loss=``."""
@@ -231,13 +234,14 @@ class Step:
         """End the forward of a micro-batch on one of several stages; its backward comes when 1F1B has it."""
         shard, (number, index, *_) = micro_batch.shard, self._own[self._position]
         if not shard.has_failed:
-            self.run.check_gradients(self._gradient_version)
+            self.run.gradients.check()
             if shard.stage_pass is not None and shard.stage_pass.is_last:
                 shard.stage_pass.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
         else:
             self.failure = self.failure or (number, index)
         self._staged[number].end_forward(shard, index)
         self._current = None
+        self.run.gradients.release()
 
     def total(self, column: str, *, over: Literal["tokens", "sequences"] = "tokens") -> float:
         """The sum of one of ``loss_columns=`` over all tokens of the step, or of its first value of each sequence.
@@ -282,14 +286,13 @@ class Step:
             state.finish_push()
         loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
         if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
-            raise self._fail(
-                f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
-            )
+            message = f"step {self.number}: no token of it has a loss; look at the labels of its sequences"
+            raise self._failed(LengthwiseError(message))
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         try:
             factor = self._weighing.factor(reports.column(12), num_targets)
         except InputError as error:
-            raise self._fail(f"step {self.number}: {error.marked}", InputError) from None
+            raise self._failed(InputError(f"step {self.number}: {error.marked}")) from None
         norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0]
         mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
@@ -344,6 +347,7 @@ class Step:
 
     def _close_loop(self) -> None:
         """End the loop over the micro-batches, which computes no more."""
+        self.run.gradients.hide()
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:
             iterator.close()  # type: ignore[attr-defined]
@@ -367,13 +371,10 @@ class Step:
             micro_batches=self._own, shards=self._shards,
             has_late_gradients=self.run.overlap is not None and self.run.overlap.has_late_gradients,
         )  # fmt: skip
-        problem = fault or problem or self.run.gradient_problem(self._gradient_version)
+        problem = fault or problem or self.run.gradients.problem()
         if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):
-            raise self._fail(f"step {self.number}: {disagreement}")
+            raise self._failed(CheckError(f"step {self.number}: {disagreement}"))
         return reports
-
-    def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
-        return self._failed(kind(message))
 
     def _failed(self, error: LengthwiseError) -> LengthwiseError:
         """Discard the step and return the error to raise; every rank calls this."""

@@ -6,8 +6,10 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankReports
+from lengthwise.runtime.loop.foreign_optimizers import ForeignOptimizers
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
+from lengthwise.runtime.loop.loop_gradients import LoopGradients
+from lengthwise.runtime.loop.manual_changes import inspect_weights
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.state.sharded import ShardedState
@@ -31,24 +33,20 @@ class WatchedModel(PreparedModel):
     ) -> None:
         super().__init__(wrapped_model, world, collator=collator, state=state, seed=seed)
         self.parameters = WatchedParameters(self.model, state.named if isinstance(state, ShardedState) else None)
+        self.gradients = LoopGradients(state)
+        self.foreign_optimizers = ForeignOptimizers(
+            wrapped_model.structure.parameters.items(), state.optimizer, allowed=lambda: wrapped_model.is_plain
+        )
         self._last_failure = ""
         """Why the step comes again."""
         self.num_recompiles = 0
         """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
 
-    @property
-    def gradient_version(self) -> int:
-        """A counter that grows with every change of gradients."""
-        return self.state.gradient_version
-
-    def gradient_problem(self, version: int) -> str:
-        """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
-        return gradient_problem(self.state, version)
-
-    def check_gradients(self, version: int) -> None:
-        """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
-        if problem := self.gradient_problem(version):
-            raise CheckError(problem)
+    def close(self) -> None:
+        """Restore the model as it was before ``prepare``, with current weights."""
+        self.foreign_optimizers.close()
+        self.gradients.hide()
+        super().close()
 
     def inspect(self) -> tuple[str, int, bool]:
         """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""

@@ -5,8 +5,9 @@ Such a parameter keeps its identity, shape, dtype and device, and is of a subcla
 not tell of, would read NaN.
 """
 
+import sys
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ FORM_FUNCTIONS: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Functions and properties that tell nothing of a parameter's values."""
 
+_READS_GRADIENT = cast(Any, Tensor).grad.__get__
 _OF_MEMORY = (Tensor.untyped_storage, Tensor.data_ptr)
 """What tools that count bytes, or look for tied parameters, ask."""
 
@@ -38,6 +40,8 @@ class AbsentParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func == _READS_GRADIENT and sys._getframe(1).f_code.co_name != "zero_grad":  # which changes nothing here
+            raise InputError(gradient_is_sent(_names.get(id(args[0]), "a parameter"), "weights are gathered by layer"))
         if func in FORM_FUNCTIONS or func in _OF_MEMORY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -49,6 +53,15 @@ class AbsentParameter(nn.Parameter):
             "evaluation use `with run.plain() as model:` on every rank, between two steps; where a forward or a loss "
             "reads weights of other layers, use weights='whole' in prepare(...)"
         )
+
+
+def gradient_is_sent(name: str, reason: str) -> str:
+    """Say why a loop cannot read or clip the gradient of a parameter, and what to do."""
+    return (
+        f"the gradient of {name} is not here: {reason}, so each goes to its owner within the backward. "
+        "step.update() clips by clip_norm= of prepare and returns the norm; leave clip_grad_norm_, scaler.unscale_ "
+        "and optimizers of your own out. To look at gradients of single parameters use weights='whole' in prepare(...)"
+    )
 
 
 def make_absent(parameter: nn.Parameter, name: str, *, dtype: torch.dtype, device: torch.device, shape: Any) -> None:

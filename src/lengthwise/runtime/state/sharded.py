@@ -79,7 +79,8 @@ class ShardedState(PulledWeights):
         """Adds to ``pushed`` what pushes bring."""
         self.settings = settings
         self._is_alone = world.size == 1
-        self._grad_views: dict[str, Tensor] = {}
+        self.gradient_views: dict[str, Tensor] = {}
+        """Where the gradient of each parameter is added up on this rank."""
         self._weight_views: dict[str, Tensor] = {}
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
@@ -207,7 +208,7 @@ class ShardedState(PulledWeights):
         if not self._is_alone:
             self.push_rest()
             self._wait_for_pushes(0)
-        self._settle()
+        self.settle()
         self.shares.clear()
         if not self._is_alone:
             self.gradients.zero_()
@@ -243,35 +244,33 @@ class ShardedState(PulledWeights):
     def discard_gradient(self) -> None:
         """Forget what backwards added since the last push, and a push that no update followed."""
         self._wait_for_pushes(0)
-        self._settle()
+        self.settle()
         self.shares.clear()
         self.gradients.zero_()
         self._next_push = self.table.num_units - 1
 
     def take_gradient(self) -> Tensor:
         """Take the gradient that backwards added on this rank since the last push, in float64, and clear it."""
-        self._settle()
+        self.settle()
         gradient = self.gradients.to(self.world.device, torch.float64, copy=True)
         self.discard_gradient()
         return gradient
 
-    def detached_gradient(self) -> str | None:
-        """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
-        if self.moves_gradients or self.shares.is_active:
-            return None
-        views = self._grad_views
-        return next((name for name, p in self.named.items() if p.grad is not views.get(name) and p.numel()), None)
+    @property
+    def has_gradients_elsewhere(self) -> bool:
+        """Whether backwards leave no gradient with parameters."""
+        return self.moves_gradients or self.shares.is_active
 
     @property
     def gradient_version(self) -> int:
         """Version counter that grows with every change of gradients."""
         if self._is_alone:
-            self._settle()
+            self.settle()
         return self.gradients._version
 
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
-        self._settle()
+        self.settle()
         self.pushed.zero_()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
@@ -332,7 +331,7 @@ class ShardedState(PulledWeights):
 
     def _forget_gradients(self) -> None:
         """Free gradients before others are allocated."""
-        self.gradients, self._grad_views = self._nothing(self.gradient_dtype), {}
+        self.gradients, self.gradient_views = self._nothing(self.gradient_dtype), {}
         self.shares.lay_out((), None, self.routes, self.gradients)
         for parameter in self.named.values():
             parameter.grad = None
@@ -340,7 +339,7 @@ class ShardedState(PulledWeights):
     def _release(self) -> None:
         """Detach all parameters from the flat buffers."""
         self.holdings = None
-        self._grad_views, self._weight_views = {}, {}
+        self.gradient_views, self._weight_views = {}, {}
         for name, parameter in self.named.items():
             make_present(parameter).grad = None
             shape = self.table.slots[name].shape
@@ -354,7 +353,7 @@ class ShardedState(PulledWeights):
         view = self.gradients[self.push_routes.place(interval)].view(shape) if keeps_gradient else None
         self.collect_gradient(name, view)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until all gradients that go to the host are added there."""
         self._of_unit.flush()
         self.sums.finish()
@@ -362,9 +361,9 @@ class ShardedState(PulledWeights):
     def collect_gradient(self, name: str, view: Tensor | None) -> None:
         """Let backwards add the gradient of a parameter to ``view``; None: it is not to have one."""
         if view is None:
-            self._grad_views.pop(name, None)
+            self.gradient_views.pop(name, None)
         else:
-            self._grad_views[name] = view
+            self.gradient_views[name] = view
         if view is None or not self.moves_gradients:
             self.named[name].grad = view  # autograd adds to an existing gradient in place
 
@@ -393,8 +392,8 @@ class ShardedState(PulledWeights):
             if is_shared:
                 self.shares.add(name, unit, gradient)
             elif leaves_device:
-                self._of_unit.add(name, unit, self._grad_views[name], gradient)
+                self._of_unit.add(name, unit, self.gradient_views[name], gradient)
             else:
-                on_device.add(self._grad_views[name], gradient)
+                on_device.add(self.gradient_views[name], gradient)
 
         return add
