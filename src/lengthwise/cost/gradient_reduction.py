@@ -35,15 +35,17 @@ class ReductionTime:
         return (1.0 - self.slowdown) * max(0.0, self.whole_s - self.last_s - cover_s)
 
 
-def whole_units(model: ModelSpec, scheme: PipelineConfig, stage: int) -> tuple[float, float]:
-    """Whole gradients that a rank of ``stage`` has where it keeps shares of the others: of two units, of which one is
-    being reduced, and their shares; in the backward of any layer, and in that of the first one. Else 0.
+def whole_units(model: ModelSpec, scheme: PipelineConfig, stage: int) -> tuple[float, float, float]:
+    """Whole gradients that a rank of ``stage`` has where it keeps shares of the others: of the unit whose backward runs
+    and, with its share, of the one after it, which is being reduced. In the backward of the last layer; in that of a
+    layer before it, and of the first one, until both are being reduced. Else 0.
     """
     if not scheme.shard_gradients:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     sizes, with_shares = stage_unit_sizes(model, scheme, stage), 1 + 1 / scheme.degree
-    layer = unit_size(model, "layer")
-    return with_shares * (max(sizes[1:], default=0) + layer), with_shares * sum(sizes[:2])
+    layer, has_output = unit_size(model, "layer"), stage == scheme.num_stages - 1
+    before = with_shares * 2 * layer if scheme.stage_layers[stage] > 1 else 0.0
+    return layer + has_output * with_shares * sizes[-1], before, with_shares * sum(sizes[:2])
 
 
 def reduction_time(

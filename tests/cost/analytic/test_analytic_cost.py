@@ -32,6 +32,13 @@ COUNTED = [
     ("ulysses_ring", 65536, True, 7.19), ("ring", 65536, False, 8.57), ("ring", 65536, True, 7.78),
 ]  # fmt: skip
 """Method, tokens, recompute and GiB at the peak of a dry run: two layers of llama-7b on eight ranks."""
+COUNTED_WITH_SHARES = [
+    ((4,), 0, 4096, 6.44, 6.35), ((4,), 0, 65536, 10.47, 7.81),
+    ((2, 2), 0, 4096, 5.71, 5.69), ((2, 2), 0, 65536, 13.84, 8.88),
+    ((2, 2), 1, 4096, 5.49, 5.50), ((2, 2), 1, 65536, 10.18, 8.56),
+]  # fmt: skip
+"""Layers of stages, the stage, tokens, and GiB without and with recompute at the peak of a dry run: llama-7b on eight
+ranks that share layers by ulysses and keep shares of gradients."""
 MODEL = model_preset("llama-7b")
 CLUSTER = cluster_preset("2x8xA800-80GB")
 COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
@@ -301,3 +308,18 @@ def test_util_tokens_are_where_lone_sequences_reach_85_percent_of_the_best_rate(
         assert first <= cost.util_tokens(scheme) <= 1.03 * first + 1
         assert before < cost.util_tokens(scheme) < 2048
         before = cost.util_tokens(scheme)
+
+
+@pytest.mark.parametrize(("stage_layers", "stage", "num_tokens", "kept_gib", "recomputed_gib"), COUNTED_WITH_SHARES)
+def test_shares_of_gradients_take_what_was_counted_beside_the_whole_ones_of_each_moment(
+    stage_layers, stage, num_tokens, kept_gib, recomputed_gib
+):
+    model = replace(MODEL, num_layers=4)
+    cost = AnalyticCost(model=model, cluster=cluster_preset("1x8xH100-80GB"))
+    for is_recomputed, counted in ((False, kept_gib), (True, recomputed_gib)):
+        scheme = PipelineConfig(
+            degree=8 // len(stage_layers), stage_layers=stage_layers, recompute=(is_recomputed,) * 4,
+            methods=(Method.ULYSSES,) * 4, shard_gradients=True,
+        )  # fmt: skip
+        peak = cost.stage_memory(scheme, stage, num_devices=8).at(num_tokens).total
+        assert peak / GIB == pytest.approx(counted, rel=0.04)

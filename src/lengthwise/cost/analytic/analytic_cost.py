@@ -130,21 +130,23 @@ class AnalyticCost(SeparableCost):
         recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
         widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
-        gradient_width = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
         degree, in_flight = scheme.degree, scheme.num_stages - (0 if scheme.zero_bubble else stage)
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
+        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device  # gradients of weights wait for it
         lines_of = partial(
             backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens
         )
         buffers = max(layer.volume.buffer_bytes for layer in layers)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
-        num_whole, num_whole_last = whole_units(self.model, scheme, stage)
+        whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
         moments: tuple[MemoryMoment, ...] = ()
-        for activations, pushed, num_outputs, backwards in (
-            (in_flight * saved, gradient_width * num_whole, in_flight, lines_of()),
-            (first.on_device, gradient_width * (num_pushed + num_whole_last), 1, lines_of(is_last=True)),
+        for activations, num_beside, num_outputs, backwards in (
+            (in_flight * saved, whole_at_last, in_flight, lines_of()),
+            (in_flight * saved - freed, whole_before, in_flight, lines_of()),
+            (first.on_device, num_pushed + whole_at_first, 1, lines_of(is_last=True)),
         ):
+            pushed = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients) * num_beside
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
                 *(
