@@ -307,3 +307,15 @@ def test_offloaded_layers_are_on_the_host_but_for_two_and_copies_cost_what_passe
     assert fast.time_s([4096], offloaded) == pytest.approx(fast.time_s([4096], kept), rel=1e-4)
     with pytest.raises(InputError, match="nothing of a cpu"):
         COST.time_s([4096], offloaded)
+
+
+def test_the_loss_has_one_offloaded_layer_on_the_device_and_a_backward_two():
+    """In a profile that knows the moments apart, as those of GPUs do."""
+    apart = [replace(row, loss_backward_bytes=1, backward_bytes=1, embedding_backward_bytes=1) for row in TABLE.rows]
+    device = replace(CLUSTER.device, host_bytes_per_s=1e6, host_memory_bytes=GIB)
+    cost = DualLayerCost(table(apart), cluster=replace(CLUSTER, device=device))
+    offloaded = replace(scheme_of(2, 0), offload=(True,) * LAYERS)
+    (moments,) = cost._lines_of(offloaded)
+    layer = (32 + 400) * 4096 + 32
+    for moment, rest, num_layers in ((Moment.LOSS, 250 * 4096 + 7, 1), (Moment.BACKWARD, 1, 2)):
+        assert moments[moment].at(4096) == pytest.approx(rest + num_layers * layer, rel=1e-6)

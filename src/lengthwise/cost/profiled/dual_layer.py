@@ -99,11 +99,13 @@ class _StageLayers(NamedTuple):
         num_bytes += (self.offloaded + self.inputs_offloaded) * self.fit.inputs.fixed
         return 2 * num_bytes / self.copied_per_s if num_bytes else 0.0
 
-    @property
-    def moving(self) -> list[tuple[float, LinearBytes]]:
-        """What offloaded layers have on the device in a backward, of two of those that keep the most, if there are."""
-        num_whole = min(2, self.offloaded)
-        num_inputs = num_whole + min(2 - num_whole, self.inputs_offloaded)
+    def moving(self, number: int) -> list[tuple[float, LinearBytes]]:
+        """What ``number`` of the offloaded layers have on the device, of those that keep the most, if there are.
+
+        In a backward two: its own, and the one that comes; in the loss the last layer, which goes.
+        """
+        num_whole = min(number, self.offloaded)
+        num_inputs = num_whole + min(number - num_whole, self.inputs_offloaded)
         return [(num_whole, self.fit.kept_layer), (num_inputs, self.fit.inputs)]
 
 
@@ -270,22 +272,24 @@ class DualLayerCost(SeparableCost):
         for part in layers:
             num_kept = part.num_layers - part.offloaded
             saved += [(num_in_flight * (num_kept - part.recomputed), part.fit.kept_layer)]
-            saved += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs), *part.moving]
+            saved += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs)]
+        moving_in_loss, moving = ([line for part in layers for line in part.moving(number)] for number in (1, 2))
         rest = [(part.rest, part.fit.rest) for part in layers]
         backwards = []
         for part in layers:
             of_layer = rest if part.fit.layer_backward is None else [(1.0, part.fit.layer_backward)]
             is_full = part.recomputed > 0 or (part.fit.layer_backward is None and num_in_flight > 1)
-            backwards.append(_sum([*saved, *of_layer, (is_full, part.fit.alive)]))
+            backwards.append(_sum([*saved, *moving, *of_layer, (is_full, part.fit.alive)]))
         backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
         moments = {Moment.BACKWARD: backward}
         if stage == 0:  # the layers of this micro-batch keep nothing any more
-            others = [(n * (num_in_flight - 1) / num_in_flight, line) for n, line in saved]
+            others = [(n * (num_in_flight - 1) / num_in_flight, line) for n, line in (*saved, *moving)]
             embedding = ((part.num_layers, part.fit.embedding_backward) for part in layers)
             share = 1 / sum(part.num_layers for part in layers)
             moments[Moment.EMBEDDING_BACKWARD] = _sum([*others, *((n * share, line) for n, line in embedding)])
         if stage < scheme.num_stages - 1:
             return moments
+        saved += moving_in_loss
         loss_backward = _sum([*saved, *((part.rest, part.fit.loss_backward) for part in layers)])
         return {Moment.LOSS: _sum([*saved, *rest]), Moment.LOSS_BACKWARD: loss_backward, **moments}
 
