@@ -25,7 +25,7 @@ from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.stage_memory import LOGITS_AT_ONCE
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import run_process
-from lengthwise.session.prepared_dry_run import PreparedDryRun, schemes_of
+from lengthwise.session.prepared_dry_run import PreparedDryRun, largest_pack, schemes_of
 
 LAYERS, WIDTH, POSITIONS = 4, 2048, 1 << 18
 SIZES = {
@@ -72,6 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deberta": {
         "architectures": ["DebertaV2ForMaskedLM"], "model_type": "deberta-v2", **SIZES, **TOKEN_IDS,
+        "position_buckets": 256, "max_relative_positions": 512,
         "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
         "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
     },
@@ -160,7 +161,7 @@ def rows_of(family: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         cluster = cluster_preset(f"{num_ranks // 8}x8xH100-80GB")
         trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(Path(folder)), cluster)
         sizes = {
-            (case.degree, case.num_tokens): (min(POSITIONS, case.num_tokens * case.degree), schemes_of(plan))
+            (case.degree, case.num_tokens): (max(largest_pack(plan)), schemes_of(plan), largest_pack(plan))
             for case, plan in zip(cases, plans)
         }
         steps = [

@@ -63,11 +63,30 @@ def test_a_run_and_an_average_of_its_weights_go_on_with_other_ranks_and_other_we
     assert_equal_weights(averages, expected)
 
 
+def train_sparse(weights):
+    as_started_by_torchrun()
+    model = models.gpt()
+    model.tokens.sparse = True
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights, **OPTIONS)
+    assert run.wrapped_model.by_sequence is None
+    losses, *_ = step_through(run)
+    run.close()
+    assert model.tokens.sparse
+    return losses, weights_of(model)
+
+
+@pytest.mark.parametrize("weights", ["whole", "by-layer"])
+def test_an_embedding_with_sparse_gradients_trains_what_a_dense_one_does(ranks, alone, weights):
+    for losses, found in ranks(2).run(train_sparse, weights):
+        np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
+        assert_equal_weights(found, alone[1])
+
+
 def held_bytes(run):
     """Bytes of all tensors of the model and its state between two steps, and of the largest two units in full."""
     state = run.state
     tensors = [state.master, state.pushed, state.weights, state.gradients, *run.model.parameters()]
-    tensors += [p.grad for p in run.model.parameters() if p.grad is not None]
+    tensors += [gradient for gradient in state.gradients_of(list(state.named)) if gradient is not None]
     tensors += [value for values in state.optimizer.state.values() for value in values.values() if value.dim()]
     tensors += [] if run.gather is None else [shares.master for shares in run.gather._parts]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

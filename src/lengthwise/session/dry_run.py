@@ -28,6 +28,7 @@ from lengthwise.session.prepared_dry_run import (
     PreparedDryRun,
     all_schemes,
     differences_of,
+    largest_pack,
     num_kept_in,
     schemes_of,
     with_totals,
@@ -149,14 +150,15 @@ def dry_run_stock(
         InputError: transformers cannot build the model, its layers cannot be gathered, or a rank is not in the plan.
     """
     trial, options = PreparedDryRun(config, stock, cluster), stock_options(config, stock, quiet=True)
+    pack: tuple[int, ...] = ()
     if plan is None:
         assert corpus is not None, "there is a plan or a corpus"
         longest = corpus.lengths.max_length
         schemes = all_schemes(cluster.num_devices, options.max_degree, options.sharing_methods)
     else:
-        longest = max(m.pack.num_tokens for pipeline in plan.pipelines for m in pipeline.micro_batches)
-        schemes = schemes_of(plan)
-    (profile,) = run_process([trial.profile_request(longest, schemes)])[0]
+        longest = max(max(m.pack.lengths) for pipeline in plan.pipelines for m in pipeline.micro_batches)
+        schemes, pack = schemes_of(plan), largest_pack(plan)
+    (profile,) = run_process([trial.profile_request(longest, schemes, pack)])[0]
     if profile["by_sequence"]:
         _check_by_sequence(stock, profile["by_sequence"], [degree for degree, _ in schemes if plan], config)
         options = options.model_copy(update={"max_degree": 1})

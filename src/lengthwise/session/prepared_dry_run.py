@@ -49,12 +49,17 @@ class PreparedDryRun:
             **others,
         }
 
-    def profile_request(self, longest: int, schemes: Sequence[tuple[int, Method]]) -> dict[str, Any]:
-        """A request to count layers in sequences of ``longest`` tokens and of a fourth, by (degree, method)."""
+    def profile_request(
+        self, longest: int, schemes: Sequence[tuple[int, Method]], pack: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """A request to count layers in sequences of ``longest`` tokens and of a fourth, by (degree, method).
+
+        ``pack``: lengths of sequences that are counted in one pack, as large as any that is planned.
+        """
         packs = [
-            (degree, str(method), (max(degree, length),))
+            (degree, str(method), lengths)
             for degree, method in schemes
-            for length in sorted({max(degree, longest // 4), max(degree, longest)})
+            for lengths in sorted({(max(degree, longest // 4),), (max(degree, longest),), tuple(pack)} - {()}, key=sum)
         ]
         return self.request(packs=packs, ranks=[0], num_ranks=self.cluster.num_devices)
 
@@ -153,6 +158,12 @@ def schemes_of(plan: StepPlan) -> list[tuple[int, Method]]:
             for method in pipeline.methods_of(micro_batch)
         }
     )
+
+
+def largest_pack(plan: StepPlan) -> tuple[int, ...]:
+    """The lengths of the sequences of the micro-batch with most tokens."""
+    packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
+    return max(packs, key=lambda pack: pack.num_tokens).lengths
 
 
 def all_schemes(num_devices: int, max_degree: int | None, methods: Sequence[Method]) -> list[tuple[int, Method]]:

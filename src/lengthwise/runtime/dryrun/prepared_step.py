@@ -27,7 +27,7 @@ from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.profile.fingerprint import other_bytes
 from lengthwise.runtime.profile.layer_kinds import measured_layers
 from lengthwise.runtime.profile.layer_memory import measure_bytes
-from lengthwise.runtime.profile.trial import Trial, group_of_degree
+from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_memory
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -91,6 +91,7 @@ def dry_prepared_step(
         run.state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
         run.begin_plan(plan)
         run.update_weights()
+        _learn_masks(run, plan)
         prepared.state.label()  # type: ignore[union-attr]
         recorder.restart()
         engine = PreparedEngine(run)
@@ -136,6 +137,14 @@ def dry_profile(
             "head_units": sorted(used[-1]) if used else [],
             "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),
         }
+
+
+def _learn_masks(run: Run, plan: StepPlan) -> None:
+    """Let a model learn its masks from a sequence as long as any of ``plan``, as in the steps before."""
+    if run.wrapped_model.masks:
+        longest = max(max(m.pack.lengths) for pipeline in plan.pipelines for m in pipeline.micro_batches)
+        measure_memory(run, Trial(lengths=(longest,), group=run.alone, method=Method.DENSE))
+        run.discard()
 
 
 class _RunOfOneRank(Run):

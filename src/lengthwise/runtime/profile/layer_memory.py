@@ -49,7 +49,12 @@ class CountedBytes(NamedTuple):
 
 def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[CountedBytes, Trial]:
     """Measure the bytes of a trial; also returns the trial with its attention calls."""
+    masks, num_lengths = run.wrapped_model.masks, run.wrapped_model.masks.num_lengths
     plain = measure_memory(run, trial)
+    if (
+        masks.num_lengths > num_lengths
+    ):  # a forward of one sequence alone, which is no part of a micro-batch, came first
+        plain = measure_memory(run, trial)
     trial = replace(trial, attended=plain.attended)
     saved = sum(layers.filled(plain.layers))
     if run.world.device.type != "cuda":

@@ -24,6 +24,8 @@ from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_s
 
 BY_HAND_CHECKS = 3
 """Micro-batches in which the mask of an attention by hand is compared with that of the positions."""
+MOST_CHECKED_SLOTS = 2048
+"""Most slots of a rank in those, as of the packs that are compared before a run: it takes memory of their square."""
 
 
 class AllAttendedError(Exception):
@@ -101,6 +103,7 @@ class AttentionCalls:
         leading = torch.broadcast_shapes(scores.shape[:-2], value.shape[:-2])
         shape = (*leading, scores.shape[-2], value.shape[-1])
         is_checked = self._num_checked[number] >= BY_HAND_CHECKS or attended.is_beyond
+        is_checked |= query.shape[-2] > MOST_CHECKED_SLOTS
         if self._calls is not None or not is_checked:
             scale, bias = attended.scale_and_bias()
         call = ForwardCall(

@@ -55,6 +55,11 @@ class MaskTables:
     def __bool__(self) -> bool:
         return any(tables for tables, _ in self._by_dtype.values())
 
+    @property
+    def num_lengths(self) -> int:
+        """How many lengths masks were seen of."""
+        return len(self._lengths)
+
     def use(self, dtype: torch.dtype | None) -> None:
         """Switch to the tables for a model that computes in ``dtype``, on which biases may depend."""
         self._tables, self._lengths = self._by_dtype.setdefault(dtype, ({}, set()))

@@ -17,6 +17,7 @@ from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
 from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.deferred_logits import DeferredHead
+from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
@@ -94,9 +95,8 @@ class WrappedModel:
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
         self._prepared: PreparedForward | None = None
-        self._constants = list(self.structure.constants())
-        self._imported = ImportedKernels(model)
-        self._masks = MaskTables(type(model).__name__)
+        self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
+        self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing = BalancingLosses(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.rules = CallRules()
@@ -111,6 +111,7 @@ class WrappedModel:
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
             switch.on()
+        self._dense = DenseEmbeddings(model)
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
 
     def _copied(self, memo: Memo) -> None:
@@ -136,7 +137,7 @@ class WrappedModel:
         """Why its weights cannot be gathered layer by layer; an empty string if they can."""
         if self.by_sequence is not None:
             return "it is computed sequence by sequence"
-        if self._masks:
+        if self.masks:
             return "its attention masks are made by further forwards of single sequences"
         return self.layers.order_problem or self.layers.gather_problem
 
@@ -158,7 +159,7 @@ class WrappedModel:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        for patched in (self._rotary, self._head, self.tiles, self.compiled):
+        for patched in (self._rotary, self._head, self.tiles, self.compiled, self._dense):
             if patched is not None:
                 patched.release()
         for switch in self._switches:
@@ -191,7 +192,7 @@ class WrappedModel:
             self.by_sequence.learn(lengths)
             return
         seen = []
-        self._masks.use(next(iter(self.structure.parameters.values())).dtype)
+        self.masks.use(next(iter(self.structure.parameters.values())).dtype)
         for forward in forwards:
             calls = ForwardCalls()
             self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
@@ -206,23 +207,23 @@ class WrappedModel:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
             for call in (calls.attention[number] for calls in seen):
                 if call.mask is not None and rule.is_over_slots:
-                    self._masks.note(number, call.mask, call.shape)
+                    self.masks.note(number, call.mask, call.shape)
         needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
 
     def _new_intercept(self, *, calls: ForwardCalls | None = None, rules: CallRules | None = None) -> InterceptCalls:
-        return InterceptCalls(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self._masks)
+        return InterceptCalls(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self.masks)
 
     def _learn_masks(self, shard: shards.PackShard) -> None:
         """Record masks for the lengths of this micro-batch, by computing some of its sequences alone."""
         make_alone = shard.alone
-        if not self._masks or make_alone is None:
+        if not self.masks or make_alone is None:
             return
-        self._masks.use(next(iter(self.structure.parameters.values())).dtype)
+        self.masks.use(next(iter(self.structure.parameters.values())).dtype)
         for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
-            if self._masks.is_known(length):
+            if self.masks.is_known(length):
                 continue
             micro_batch: MicroBatch = make_alone(number)
             intercept = self._new_intercept(calls=ForwardCalls(), rules=self.rules)
