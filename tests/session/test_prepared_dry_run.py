@@ -118,45 +118,6 @@ def test_gathered_state_is_a_share_and_two_units(dry_runs):
         assert sum(state.values()) <= 1.1 * sum(row["predicted"]["peak_bytes"].values()), state
 
 
-BY_HAND = {
-    "bloom": {
-        "architectures": ["BloomForCausalLM"], "hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": 1024,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    },
-    "deberta-v2": {
-        "architectures": ["DebertaV2ForMaskedLM"], **SIZES, "vocab_size": 1024, "relative_attention": True,
-        "pos_att_type": ["p2c", "c2p"], "position_buckets": 64, "max_relative_positions": 128, "pad_token_id": 0,
-        "position_biased_input": False, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("name", BY_HAND)
-def test_attention_that_takes_memory_of_the_square_of_lengths_is_counted_in_sequences_as_long_as_the_plans(
-    name, tmp_path
-):
-    """ALiBi, whose masks are learned from whole sequences, and a model that is computed sequence by sequence."""
-    (tmp_path / "config.json").write_text(json.dumps({**BY_HAND[name], "model_type": name}))
-    trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(tmp_path), cluster_preset("4xcpu"))
-    lengths = (768,) * 4
-    micro_batches = tuple(
-        PlannedMicroBatch(pack=Pack(ids=tuple(range(n, n + 4)), lengths=lengths), time_s=1.0, peak_bytes=1)
-        for n in (0, 4)
-    )
-    plans = []
-    for recomputed in (0, 3):
-        scheme = uniform_scheme(3, recomputed=recomputed)
-        pipelines = tuple(Pipeline(ranks=(rank,), scheme=scheme, micro_batches=micro_batches) for rank in range(4))
-        plans.append(replace(PLANS["whole"], pipelines=pipelines))
-    steps = [trial.step_request(plan, [0], num_kept=None) for plan in plans]
-    (profile,), *answers = run_process([trial.profile_request(768, schemes_of(plans[0]), lengths), *steps])
-    cost = trial.cost_of(profile, longest=768, weights="whole")
-    for plan, (row,) in zip(plans, answers):
-        row = trial.beside_prediction(plan, cost, row, num_kept=0)
-        assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN)
-
-
 @pytest.mark.deep
 def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama"], "model_type": "llama"}))
