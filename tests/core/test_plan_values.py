@@ -62,6 +62,7 @@ def rows_of(minimum, maximum):
 
 SECONDS = ((0, 0.0, 1, MAX_SECONDS), (-1e-9, MAX_SECONDS * 1.001, float("nan"), float("inf"), True, "1", None))
 WORDS = (["dense"], ["dense", "ring"]), ("dense", ("dense",), ["dense", "magic"], [7], [["dense"]], None)
+FLAG = (False, True, 0, 1), (2, -1, 1.0, "1", None, [1])
 FLAGS = ([0, 1], [True, False], []), ([0, 2], [-1], [0.0, 1.0], ["0"], (0,), 0, None)
 VALUES = {
     ("step",): whole(0, MAX_ID),
@@ -81,8 +82,9 @@ VALUES = {
     (*SCHEME, "offload"): FLAGS,
     (*SCHEME, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*SCHEME, "head_groups"): whole(1, MAX_HEAD_GROUPS),
-    (*SCHEME, "shard_gradients"): ((False, True, 0, 1), (2, -1, 1.0, "1", None, [1])),
-    (*SCHEME, "zero_bubble"): ((False, True, 0, 1), (2, -1, 1.0, "1", None, [1])),
+    (*SCHEME, "shard_gradients"): FLAG,
+    (*SCHEME, "keep_attention"): FLAG,
+    (*SCHEME, "zero_bubble"): FLAG,
     (*SCHEME, "weights"): (("whole", "sharded"), ("half", "", 7, None, ["full"])),
     (*PIPELINE, "ranks"): rows_of(0, MAX_DEVICES - 1),
     (*PIPELINE, "phase"): whole(0, MAX_LAYERS),
@@ -106,6 +108,7 @@ VALUES = {
     (*MICRO_BATCH, "offload"): FLAGS,
     (*MICRO_BATCH, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*MICRO_BATCH, "head_groups"): whole(1, MAX_HEAD_GROUPS),
+    (*MICRO_BATCH, "keep_attention"): FLAG,
 }  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
             check_plan_values(changed(keys, value))
 
 
-ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
+ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 OPTIONAL = {
     (): {"digest", "num_devices", "hidden_update_s"},
     SCHEME: {"shard_gradients", "zero_bubble", *ACTIVATIONS}, PIPELINE: set(),

@@ -26,6 +26,7 @@ def plans(draw):
         offload=draw(st.sampled_from([(), (False, True, True)])),
         tile_tokens=draw(st.sampled_from([0, 4096])),
         head_groups=draw(st.sampled_from([1, 4])),
+        keep_attention=draw(st.booleans()),
     )
     lengths = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=12))
     micro_batches = [
@@ -51,6 +52,7 @@ def plans(draw):
         offload=draw(st.sampled_from([None, (), (True, False, True)])),
         tile_tokens=draw(st.sampled_from([None, 0, 512])),
         head_groups=draw(st.sampled_from([None, 1, 2])),
+        keep_attention=draw(st.sampled_from([None, False, True])),
     )
     return StepPlan(
         step=draw(st.integers(0, 10**9)),
@@ -220,6 +222,7 @@ def test_any_change_changes_the_digest(plan):
         replace(m, offload=(True, False, False)),
         replace(m, tile_tokens=17),
         replace(m, head_groups=3),
+        replace(m, keep_attention=True),
         replace(m, pack=replace(m.pack, padded_to=m.pack.num_tokens + 9)),
     )
     others = [replace(first, micro_batches=(each, *first.micro_batches[1:])) for each in changed]

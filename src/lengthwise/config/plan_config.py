@@ -55,7 +55,8 @@ class PlanConfig(PolicySettings):
     """The sequence, context or tensor parallel size, exactly; none: any up to max_degree."""
     recompute: Recompute = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as a micro-batch needs
-    to fit. (prepare also knows selective, which keeps what attention computed.)"""
+    to fit, some of them with what attention computed kept, where that pays. (prepare also knows selective, which keeps
+    it in all of them.)"""
     tile_tokens: int | None = Field(default=None, ge=0, le=1 << 30)
     """Tokens that a rank's feed-forwards compute at a time, again in the backward; 0: all; none: all, and 4096 where
     that pays or longer sequences need it. (prepare has feed_forward_tile.)"""

@@ -1,7 +1,7 @@
 """How one pipeline computes (scheme) and how pipelines tile the cluster (strategy). Names only, not how they run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, chain
 
@@ -124,6 +124,8 @@ class PipelineConfig:
     """Tokens that feed-forwards compute at a time, recomputed in the backward; 0: all that a rank has."""
     head_groups: int = 1
     """Groups of heads that layers under dense, ulysses and ulysses_z attend with in turn; 1: with all at once."""
+    keep_attention: bool = field(default=False, repr=False)
+    """Whether recomputed layers keep what attention gave and compute all else again (selective recompute)."""
     shard_gradients: bool = False
     """Whether the ranks of a stage reduce the gradients of whole weights unit by unit in every backward, each to its
     share of them (as ZeRO stage 2 does), instead of keeping all of them until the step ends."""
@@ -134,6 +136,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         if not any(self.offload):
             object.__setattr__(self, "offload", ())  # one spelling of none
+        object.__setattr__(self, "keep_attention", self.keep_attention and any(self.recompute))
         if self.degree < 1:
             raise InputError(f"a scheme needs degree >= 1, not {self.degree}")
         if not self.stage_layers or min(self.stage_layers) < 1:
@@ -203,8 +206,8 @@ class PipelineConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is offloaded and feed-forwards compute all tokens at once."""
-        return not self.offload and not self.tile_tokens
+        """Whether nothing is offloaded, layers compute all tokens and heads at once, and recomputed ones all again."""
+        return not self.offload and not self.tile_tokens and self.head_groups == 1 and not self.keep_attention
 
     def is_offloaded(self, layer: int) -> bool:
         """Whether what ``layer`` saves is in host memory between its forward and its backward."""
@@ -212,14 +215,14 @@ class PipelineConfig:
 
     @property
     def name(self) -> str:
-        """Degree x stages, methods, then layers recomputed (r) and offloaded (o), tokens of a feed-forward's tile (t),
-        groups of heads (g), sharded gradients (z2) and split backwards (zb), as tables show it: ``<8,2> ulysses r16``,
-        ``<8,1> ulysses r32 o32 t4096``.
+        """Degree x stages, methods, then layers recomputed (r; s: all of them but attention) and offloaded (o), tokens
+        of a feed-forward's tile (t), groups of heads (g), sharded gradients (z2) and split backwards (zb), as tables
+        show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
         """
         methods = "+".join(dict.fromkeys(self.methods))
         groups = self.head_groups if self.head_groups > 1 else 0
-        counts = [("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens), ("g", groups)]
-        counts.append(("z", 2 if self.shard_gradients else 0))
+        counts = [("s" if self.keep_attention else "r", self.num_recomputed), ("o", self.num_offloaded)]
+        counts += [("t", self.tile_tokens), ("g", groups), ("z", 2 if self.shard_gradients else 0)]
         words = f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
         return f"{words} zb" if self.zero_bubble else words
 

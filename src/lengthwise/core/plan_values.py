@@ -28,7 +28,7 @@ _PLAN = {
 _SCHEME = {"degree", "stage_layers", "methods", "recompute", "weights"}
 _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
-_ACTIVATIONS = {"offload", "tile_tokens", "head_groups"}
+_ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 MAX_HEAD_GROUPS = 4096
 _METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in WeightPlacement}
 
@@ -68,9 +68,7 @@ def check_plan_values(document: Any) -> None:
 def _check_scheme(scheme: Any, where: str) -> None:
     _check_keys(scheme, where, _SCHEME, optional={"shard_gradients", "zero_bubble"} | _ACTIVATIONS)
     for name in ("shard_gradients", "zero_bubble"):
-        flag = scheme.get(name, False)
-        if type(flag) not in (int, bool) or flag not in (0, 1):
-            raise _wrong(f"{where}.{name}", "0 or 1", flag)
+        _check_flag(scheme.get(name, False), f"{where}.{name}")
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
     if sum(scheme["stage_layers"]) > MAX_LAYERS:
@@ -128,6 +126,7 @@ def _check_activations(values: dict[str, Any], where: str) -> None:
         _check_flags(values["offload"], f"{where}.offload")
     _check_int(values.get("tile_tokens", 0), f"{where}.tile_tokens", 0, MAX_PACK_TOKENS)
     _check_int(values.get("head_groups", 1), f"{where}.head_groups", 1, MAX_HEAD_GROUPS)
+    _check_flag(values.get("keep_attention", False), f"{where}.keep_attention")
 
 
 def _check_keys(value: Any, where: str, keys: set[str], *, optional: Set[str] = frozenset()) -> None:
@@ -174,8 +173,12 @@ def _check_words(values: Any, where: str, allowed: set[str]) -> None:
 def _check_flags(values: Any, where: str) -> None:
     _check_list(values, where)
     for place, value in enumerate(values):
-        if type(value) not in (int, bool) or value not in (0, 1):
-            raise _wrong(f"{where}[{place}]", "0 or 1", value)
+        _check_flag(value, f"{where}[{place}]")
+
+
+def _check_flag(value: Any, where: str) -> None:
+    if type(value) not in (int, bool) or value not in (0, 1):
+        raise _wrong(where, "0 or 1", value)
 
 
 def _wrong(where: str, expected: str, value: Any) -> InputError:

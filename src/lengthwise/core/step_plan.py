@@ -46,6 +46,8 @@ class PlannedMicroBatch:
     """Groups of heads that are attended with in turn; None: those of the scheme."""
     weights_s: float = 0.0
     """Seconds of ``time_s`` in gradients of weights that may wait, where backwards are split."""
+    keep_attention: bool | None = None
+    """Whether recomputed layers keep what attention gave; None: as the scheme says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +244,8 @@ class StepPlan:
                 if m.head_groups is not None:
                     overrides += f"g{m.head_groups}"
                 overrides += f"w{_plain(m.weights_s)!r}" if m.weights_s else ""
+                if p.scheme.keep_attention or m.keep_attention is not None:
+                    overrides += f"a{p.scheme.keep_attention}{m.keep_attention}"
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
@@ -319,7 +323,7 @@ class StepPlan:
         return plan
 
 
-_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups")
+_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups", "keep_attention")
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
@@ -338,6 +342,7 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
         **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
         **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
+        **({"keep_attention": True} if scheme.keep_attention else {}),
         **({"shard_gradients": True} if scheme.shard_gradients else {}),
         **({"zero_bubble": True} if scheme.zero_bubble else {}),
     }
@@ -353,6 +358,7 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         offload=tuple(bool(flag) for flag in document.get("offload", ())),
         tile_tokens=document.get("tile_tokens", 0),
         head_groups=document.get("head_groups", 1),
+        keep_attention=bool(document.get("keep_attention", False)),
         shard_gradients=bool(document.get("shard_gradients", False)),
         zero_bubble=bool(document.get("zero_bubble", False)),
     )
@@ -375,6 +381,7 @@ def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
         **({} if micro_batch.tile_tokens is None else {"tile_tokens": micro_batch.tile_tokens}),
         **({} if micro_batch.head_groups is None else {"head_groups": micro_batch.head_groups}),
         **({"weights_s": micro_batch.weights_s} if micro_batch.weights_s else {}),
+        **({} if micro_batch.keep_attention is None else {"keep_attention": int(micro_batch.keep_attention)}),
     }
 
 
@@ -397,4 +404,5 @@ def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
         tile_tokens=document.get("tile_tokens"),
         head_groups=document.get("head_groups"),
         weights_s=document.get("weights_s", 0.0),
+        keep_attention=None if (keep := document.get("keep_attention")) is None else bool(keep),
     )

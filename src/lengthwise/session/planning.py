@@ -220,6 +220,7 @@ def make_planner(
         shard_gradients=GradientSharding(plan.shard_gradients),
         zero_bubble=ZeroBubble(plan.zero_bubble),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
+        has_head_groups=not config.train.compile,
     )
     problem = make_problem(
         cost,

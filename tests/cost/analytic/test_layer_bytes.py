@@ -15,7 +15,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.stage_time import TILE_LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.corrected import CorrectedCost
-from lengthwise.cost.links import host_copy_bytes_per_s
+from lengthwise.cost.links import exchange_bytes_per_s, host_copy_bytes_per_s
 
 MODEL = model_preset("llama-3-8b")
 LAYERS = MODEL.num_layers
@@ -94,6 +94,45 @@ def test_tiles_compute_feed_forwards_twice_and_keep_their_input_alone():
     assert peaks[0] <= peaks[1] < peaks[2]
     metp = [scheme_of(Method.METP, tile_tokens=size) for size in (0, 1024)]
     assert COST.max_tokens(metp[0], num_devices=8) == COST.max_tokens(metp[1], num_devices=8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_keeps_attention_runs_none_of_it_again_and_keeps_its_output(method):
+    tokens = 1 << 18
+    full = scheme_of(method, LAYERS)
+    kept = replace(full, keep_attention=True)
+    none, all_again, without = (
+        float(COST.sequence_times_s(np.array([tokens]), scheme)[0]) for scheme in (scheme_of(method), full, kept)
+    )
+    volume = layer_volume(MODEL, method, degree=8, dtype="bfloat16")
+    attention_s = LAYERS * volume.forward.attention_flops * tokens**2
+    attention_s /= CLUSTER.device.attention_flops_per_s("bfloat16")
+    assert none < without < all_again and all_again - without >= attention_s * 0.99
+    outputs = tokens * LAYERS * MODEL.num_heads * (MODEL.head_size * 2 + 4) / 8
+    saved = [COST.stage_memory(scheme, 0, num_devices=8).moments[0].activations.at(tokens) for scheme in (full, kept)]
+    assert saved[1] - saved[0] == pytest.approx(outputs)
+
+
+@pytest.mark.parametrize("method", [Method.ULYSSES, Method.ULYSSES_Z])
+def test_groups_of_heads_free_queries_keys_and_values_and_exchange_them_once_more(method):
+    tokens, whole = 1 << 18, scheme_of(method)
+    grouped = replace(whole, head_groups=4)
+    volume = layer_volume(MODEL, method, degree=8, dtype="bfloat16")
+    saved = [
+        COST.stage_memory(scheme, 0, num_devices=8).moments[0].activations.at(tokens) for scheme in (whole, grouped)
+    ]
+    heads = (2 * MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_size * 2 / 8  # outputs by heads among them
+    assert saved[0] - saved[1] == pytest.approx(tokens * LAYERS * heads)
+    short = np.array([4096])
+    added_s = float((COST.sequence_times_s(short, grouped) - COST.sequence_times_s(short, whole))[0])
+    again = 2 * MODEL.hidden_size * (MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_size / 8
+    products_s = LAYERS * 4096 * again / layer_flops_per_s(MODEL, CLUSTER.device, "bfloat16")
+    sent_s = LAYERS * 4096 * volume.forward.tokens.all_to_all / exchange_bytes_per_s(8, CLUSTER)
+    assert added_s == pytest.approx(products_s + sent_s)
+    assert COST.overhead_s(grouped) > COST.overhead_s(whole)
+    leanest = replace(scheme_of(method, LAYERS, LAYERS, 4096), head_groups=4)
+    one = replace(leanest, head_groups=1)
+    assert COST.max_tokens(leanest, num_devices=8) > 1.3 * COST.max_tokens(one, num_devices=8)
 
 
 def test_a_micro_batch_fits_the_host_too():

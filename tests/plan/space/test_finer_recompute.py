@@ -35,15 +35,6 @@ def problem_of(recompute=RecomputeMode.AUTO):
 PROBLEM = problem_of()
 
 
-def scheme_of(pipeline, micro_batch):
-    scheme = pipeline.scheme
-    return replace(
-        scheme,
-        methods=scheme.methods if micro_batch.methods is None else micro_batch.methods,
-        recompute=scheme.recompute if micro_batch.recompute is None else micro_batch.recompute,
-    )
-
-
 @pytest.mark.parametrize("policy", ["dcp-intra", "auto"])
 def test_plans_fit_and_no_micro_batch_would_fit_with_fewer_layers_recomputed(policy):
     planner, levels = Planner(policy=policy, problem=PROBLEM), set()
@@ -53,7 +44,7 @@ def test_plans_fit_and_no_micro_batch_would_fit_with_fewer_layers_recomputed(pol
             check_matching(lists, step=step)
         assert 0 < plan.lower_bound_s <= plan.time_s
         for pipeline in plan.pipelines:
-            schemes = [scheme_of(pipeline, micro_batch) for micro_batch in pipeline.micro_batches]
+            schemes = [pipeline.scheme_of(micro_batch) for micro_batch in pipeline.micro_batches]
             longest = max((m.pack.num_tokens for m in pipeline.micro_batches), default=0)
             for scheme, micro_batch in zip(schemes, pipeline.micro_batches):
                 tokens, layers = micro_batch.pack.num_tokens, scheme.num_recomputed

@@ -98,9 +98,8 @@ def test_a_plan_is_never_slower_for_more_rungs(policy, lengths):
     assert StepPlan.from_json(plans[-1].to_json()).digest == plans[-1].digest
 
 
-def uniform_choices(cluster):
+def uniform_choices(cluster, shares=(0, 2, 4, 6, 8)):
     """Every scheme of one method whose layers are recomputed and offloaded evenly, with tiles and without."""
-    shares = (0, 2, 4, 6, 8)
     for degree, recomputed, offloaded, tile in product((1, 2, 4), shares, shares, (0, TILE_TOKENS)):
         for method in [Method.DENSE] if degree == 1 else METHODS:
             yield uniform_scheme(
@@ -123,6 +122,75 @@ def test_the_choice_is_at_most_two_per_cent_slower_than_the_best_uniform_one(nam
         )
 
     assert fastest_s(problem_of(length, cluster).candidates) <= 1.02 * fastest_s(every)
+
+
+CORPORA = {
+    "short": (600, 1200, 300, 4000, 900, 2500, 700, 8000),
+    "mixed": (120_000, 2000, 9000, 700, 30_000, 500),
+    "long": (400_000, 90_000),
+}
+SETTINGS = list(product(("4xH100-80GB", "4xA800-80GB", "4xGB200-186GB"), (30, 40, 80), CORPORA))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "corpus"),
+    [
+        ("4xH100-80GB", 80, "mixed"),
+        *(pytest.param(*setting, marks=pytest.mark.deep) for setting in SETTINGS if setting != SETTINGS[7]),
+    ],
+)
+def test_a_plan_is_at_most_two_per_cent_slower_than_the_best_plan_of_one_choice_for_all(name, memory_gib, corpus):
+    """Steps of several sequences: every uniform choice packs and deals them as well as it can."""
+    lengths = CORPORA[corpus]
+    cluster = cluster_of(name, memory_bytes=memory_gib << 30)
+    problem = problem_of(max(lengths), cluster, samples=[np.array(lengths)], offload=OffloadMode.AUTO)
+    plan = Planner(policy="auto", problem=problem)(batch_of(*lengths))
+    schemes = [
+        replace(scheme, keep_attention=keeps)
+        for scheme in uniform_choices(cluster, shares=(0, 4, 8))
+        for keeps in ((False, True) if any(scheme.recompute) else (False,))
+    ]
+    times_s = []
+    for candidate in make_candidates(schemes, problem.cost, num_devices=4):
+        if candidate.max_tokens >= max(lengths):
+            alone = replace(problem, candidates=(candidate,))
+            times_s.append(Planner(policy="packed", problem=alone)(batch_of(*lengths)).time_s)
+    assert len(times_s) > 5 and plan.time_s <= 1.02 * min(times_s)
+
+
+def test_attention_computes_groups_of_heads_where_nothing_else_holds_the_longest_sequence():
+    reach = problem_of(1 << 30, has_head_groups=False).leanest.max_tokens
+    assert all(candidate.scheme.head_groups == 1 for candidate in problem_of(reach).candidates)
+    longer = problem_of(reach * 12 // 10, samples=[np.array([reach * 12 // 10])])
+    leanest = longer.leanest
+    assert leanest.scheme.head_groups > 1 and leanest.max_tokens >= reach * 12 // 10
+    plan = Planner(policy="auto", problem=longer)(batch_of(reach * 12 // 10, 4000))
+    assert max(p.scheme_of(m).head_groups for p in plan.pipelines for m in p.micro_batches) > 1
+    for settings in ({"offload": OffloadMode.NONE}, {"recompute": RecomputeMode.NONE}, {"offload": OffloadMode.ALL}):
+        grouped = [c.scheme for c in problem_of(1 << 30, **settings).candidates if c.scheme.head_groups > 1]
+        assert grouped and not any(
+            (settings.get("offload") is OffloadMode.NONE and scheme.offload)
+            or (settings.get("offload") is OffloadMode.ALL and scheme.num_offloaded < 8)
+            or ("recompute" in settings and scheme.num_recomputed)
+            for scheme in grouped
+        )
+
+
+def test_recomputed_layers_keep_attention_where_it_is_most_of_what_they_would_run_again():
+    short, long = problem_of(2000, **NOTHING), problem_of(300_000, **NOTHING)
+    assert not any(candidate.scheme.keep_attention for candidate in short.candidates)
+    selective = [candidate for candidate in long.candidates if candidate.scheme.keep_attention]
+    assert selective and len(selective) < len(long.candidates) / 2
+    length = np.array([300_000])
+    for candidate in selective:
+        full = replace(candidate.scheme, keep_attention=False)
+        assert long.cost.sequence_times_s(length, candidate.scheme) < long.cost.sequence_times_s(length, full)
+        assert long.cost.max_tokens(candidate.scheme, num_devices=4) < long.cost.max_tokens(full, num_devices=4)
+    for mode in (RecomputeMode.NONE, RecomputeMode.ALL):
+        assert not any(c.scheme.keep_attention for c in problem_of(300_000, recompute=mode).candidates)
+    plan = Planner(policy="auto", problem=problem_of(300_000, samples=[length], **NOTHING))(batch_of(300_000, 3000))
+    assert any(p.scheme_of(m).keep_attention for p in plan.pipelines for m in p.micro_batches)
+    assert StepPlan.from_json(plan.to_json()).digest == plan.digest
 
 
 def test_the_state_goes_to_the_host_where_nothing_else_holds_the_longest_sequence():

@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.runtime.comm import activation_offload
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.models.execution import ActivationPlan
+from lengthwise.runtime.models.kept_attention import is_attention
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from tests.runtime.models.cases import assert_same
@@ -145,6 +147,52 @@ def test_a_host_without_room_is_an_error_of_memory_with_a_way_out():
     activations = ActivationPlan(offload=(True, True), host=host.micro_batch())
     with pytest.raises(MemoryError, match="offload fewer layers, or recompute those that are offloaded"):
         model.run(model.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations))
+
+
+# ---- selective recompute
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
+def test_layers_that_keep_attention_give_the_gradients_of_recomputed_ones_bit_for_bit(ranks, num_ranks):
+    ranks(num_ranks).run(check_kept_attention, list(LADDER_FAMILIES))
+
+
+def check_kept_attention(names):
+    for number, name in enumerate(names):
+        spec = LADDER_FAMILIES[name]
+        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+            methods, recompute = (method,) * spec.num_layers, (True, number % 2 == 0)
+            expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
+            for rungs in ({}, {"offload": True}):
+                assert_equal(
+                    on_ranks(spec, RAGGED, methods, recompute=recompute, keep_attention=True, **rungs), expected
+                )
+            rungs = {"tile_tokens": 3, "head_groups": 2 if method in HEAD_GROUP_METHODS else 1}
+            expected = on_ranks(spec, RAGGED, methods, recompute=recompute, **rungs)
+            assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, keep_attention=True, **rungs), expected)
+
+
+@pytest.mark.parametrize("method", [Method.DENSE, Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.METP])
+def test_a_layer_that_keeps_attention_runs_no_kernel_of_it_twice(ranks, method):
+    num_ranks = 1 if method is Method.DENSE else 2
+    for kept, again in zip(*(ranks(num_ranks).run(attention_kernels, method, keep) for keep in (True, False))):
+        assert kept > 0 and again == 2 * kept
+
+
+def attention_kernels(method, keep_attention):
+    """Launches of attention's forward in a forward and backward of which every layer is recomputed."""
+    spec, count = LADDER_FAMILIES["llama"], Counter()
+    methods = (method,) * spec.num_layers
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            count["attention"] += is_attention(func)
+            return func(*args, **kwargs or {})
+
+    with Counting():
+        on_ranks(spec, RAGGED, methods, recompute=(True,) * len(methods), keep_attention=keep_attention)
+    return count["attention"]
 
 
 # ---- tiles

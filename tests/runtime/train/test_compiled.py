@@ -32,12 +32,17 @@ METHODS = (Method.DENSE, Method.ULYSSES, Method.RING)
 
 
 def filled_plan(batch: GlobalBatch) -> StepPlan:
-    """Two dense pipelines, or one that two ranks share; packs of two sequences, filled up to a size; some recompute."""
+    """Two dense pipelines, or one that two ranks share; packs of two sequences, filled up to a size; some recompute.
+
+    From the fourth step on what layers save is in host memory, and recomputed ones keep what attention gave.
+    """
     method = METHODS[batch.step % 3]
     degree = 1 if method is Method.DENSE else 2
     scheme = uniform_scheme(
-        SPEC.num_layers, degree=degree, stages=1, method=method, recomputed=SPEC.num_layers * (batch.step % 2)
-    )
+        SPEC.num_layers, degree=degree, stages=1, method=method, recomputed=SPEC.num_layers * (batch.step % 2),
+        offloaded=SPEC.num_layers * (batch.step > 2),
+    )  # fmt: skip
+    scheme = replace(scheme, keep_attention=batch.step > 2)
     packs = [tuple(range(at, min(at + 2, len(batch.ids)))) for at in range(0, len(batch.ids), 2)]
     held: list[list[PlannedMicroBatch]] = [[] for _ in range(2 // degree)]
     for number, pack in enumerate(packs):

@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.grouped_heads import head_group_counts
 from lengthwise.cost.analytic.layer_bytes import host_bytes_per_token, layer_bytes
 from lengthwise.cost.analytic.stage_memory import (
     CPU_LOGITS_AT_ONCE,
@@ -107,6 +108,10 @@ class AnalyticCost(SeparableCost):
         reduction = self.reduction(scheme)
         reduced_s = 0.0 if reduction is None else reduction.least_s
         return tuple(slowest), max(stage.overhead_s for stage in stages) + reduced_s
+
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """Into how many groups plans may cut the heads of each of ``degree`` ranks."""
+        return head_group_counts(self.model, degree)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         return self._memory(tokens, scheme, num_devices=num_devices)

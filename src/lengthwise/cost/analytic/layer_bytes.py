@@ -12,10 +12,13 @@ Bytes are per token of the whole pack.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.core.specs import ModelSpec
-from lengthwise.cost.analytic.volume import LayerVolume, layer_volume
+from lengthwise.cost.analytic.grouped_heads import grouped_heads, has_groups
+from lengthwise.cost.analytic.second_forward import attention_bytes, forward_without_attention
+from lengthwise.cost.analytic.volume import LayerPass, LayerVolume, layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, norm_bytes
 
 SUM_BYTES = 4
@@ -33,7 +36,10 @@ class LayerBytes:
     needed: float
     """What the backward needs of the forward, tiles counted."""
     saved: float
-    """What the forward leaves for the backward: ``needed``, or the input alone where that is recomputed."""
+    """What the forward leaves for the backward: ``needed``, or where that is recomputed the input, with what attention
+    gave if that is kept."""
+    again: float
+    """What a recomputed layer makes again in its backward; 0 of others."""
     is_recomputed: bool
     is_offloaded: bool
     is_tiled: bool
@@ -41,6 +47,12 @@ class LayerBytes:
     """Bytes by which float32 sums over tiles of the gradients of a gathered feed-forward exceed its last gradient."""
     summed_all: float = 0.0
     """Bytes by which they exceed all of its gradients in the compute dtype, while they are sent."""
+    second_forward: LayerPass | None = None
+    """Of a recomputed layer."""
+    heads_at_once: float = 1.0
+    """The share of its heads that a device attends with at once."""
+    group_bytes: float = 0.0
+    """Bytes beside a group of heads in its backward."""
 
     @property
     def reduce_bytes(self) -> float:
@@ -103,18 +115,41 @@ def _layer_bytes(
     model: ModelSpec, scheme: PipelineConfig, method: Method, is_recomputed: bool, is_offloaded: bool, *, dtype: str
 ) -> LayerBytes:
     volume, is_tiled = layer_volume(model, method, degree=scheme.degree, dtype=dtype), has_tiles(scheme, method)
+    groups: dict[str, Any] = {}
+    if has_groups(scheme, method):
+        grouped = grouped_heads(volume, model, degree=scheme.degree, dtype=dtype, groups=scheme.head_groups)
+        volume, groups = grouped.volume, {"heads_at_once": grouped.heads_at_once, "group_bytes": grouped.sum_bytes}
     needed = volume.kept_bytes
     if is_tiled:
         needed -= tiled_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
-    sums = {}
+    sums: dict[str, Any] = {}
     if is_tiled and volume.reduce_bytes:
         copies, width = 3 if model.gated_ffn else 2, DTYPE_BYTES[dtype]
         numbers = copies * model.hidden_size * model.ffn_columns
         sums = {"summed": numbers * (SUM_BYTES - width / copies), "summed_all": float(numbers * (SUM_BYTES - width))}
     return LayerBytes(
-        method=method, volume=volume, needed=needed, saved=volume.input_bytes if is_recomputed else needed,
-        is_recomputed=is_recomputed, is_offloaded=is_offloaded, is_tiled=is_tiled, **sums,
+        method=method, volume=volume, needed=needed, is_recomputed=is_recomputed, is_offloaded=is_offloaded,
+        is_tiled=is_tiled, **_again(model, scheme, method, volume, needed, is_recomputed, dtype), **sums, **groups,
     )  # fmt: skip
+
+
+def _again(
+    model: ModelSpec,
+    scheme: PipelineConfig,
+    method: Method,
+    volume: LayerVolume,
+    needed: float,
+    is_recomputed: bool,
+    dtype: str,
+) -> dict[str, Any]:
+    """What a layer keeps, and what is done again in its backward."""
+    if not is_recomputed:
+        return {"saved": needed, "again": 0.0}
+    if not scheme.keep_attention:
+        return {"saved": volume.input_bytes, "again": needed, "second_forward": volume.forward}
+    of_attention = attention_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    second = forward_without_attention(volume.forward, method)
+    return {"saved": volume.input_bytes + of_attention, "again": needed - of_attention, "second_forward": second}
 
 
 def moving_bytes(layers: Sequence[LayerBytes]) -> dict[LayerBytes, float]:

@@ -11,7 +11,9 @@ from lengthwise.core.parameter_shapes import stage_unit_sizes
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.analytic.grouped_heads import grouped_heads, has_groups
 from lengthwise.cost.analytic.layer_bytes import ffn_forward_flops, has_tiles
+from lengthwise.cost.analytic.second_forward import forward_without_attention
 from lengthwise.cost.analytic.stage_memory import MemoryParts
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 from lengthwise.cost.memory_model import gradient_bytes
@@ -65,7 +67,14 @@ def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, sta
         work.sent_bytes["reduce_scatter"] += padded * (scheme.degree - 1) * width
     for layer in scheme.layers_of_stage(stage):
         volume = layer_volume(model, scheme.methods[layer], degree=scheme.degree, dtype=cost.dtype)
-        work.add(volume.forward, micro_batch, model, count=1 + scheme.recompute[layer])
+        if has_groups(scheme, scheme.methods[layer]):
+            groups = scheme.head_groups
+            volume = grouped_heads(volume, model, degree=scheme.degree, dtype=cost.dtype, groups=groups).volume
+        work.add(volume.forward, micro_batch, model, count=1)
+        if scheme.recompute[layer]:
+            is_kept = scheme.keep_attention
+            again = forward_without_attention(volume.forward, scheme.methods[layer]) if is_kept else volume.forward
+            work.add(again, micro_batch, model, count=1)
         work.add(volume.backward, micro_batch, model, count=1)
         if has_tiles(scheme, scheme.methods[layer]) and not scheme.recompute[layer]:
             work.matmul_flops += ffn_forward_flops(model) / scheme.degree * micro_batch.pack.num_tokens

@@ -89,11 +89,9 @@ class StageMemory:
         return max(moments, key=lambda parts: parts.total)
 
 
-def backward_bytes(
-    volume: LayerVolume, method: Method, model: ModelSpec, *, degree: int, widths: tuple[int, int]
-) -> float:
+def backward_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: tuple[int, int]) -> float:
     """Bytes per token of the pack that a layer's backward takes beyond what its forward has saved."""
-    width, master = widths
+    volume, method, (width, master) = layer.volume, layer.method, widths
     gradients = ((2 if model.gated_ffn else 1) * model.ffn_size + model.hidden_size) * width / degree
     if method is Method.MEGATRON_TS:
         return volume.live_bytes + gradients
@@ -104,6 +102,8 @@ def backward_bytes(
         inputs = (3 if model.gated_ffn else 1) * model.hidden_size * width / degree
         attention = volume.live_bytes + (queries - 2 * model.hidden_size * width) / degree  # both of its norm are freed
         return passed + max(inputs, (gradients + freed) / degree, attention)
+    if layer.group_bytes:
+        return max(gradients, _attention_bytes(layer, model, degree=degree, widths=widths) - freed)
     return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
 
 
@@ -124,16 +124,14 @@ def backward_lines(
     """
     moving = {layer: layer.on_host for layer in layers} if is_last else moving_bytes(layers)
     plain = [
-        backward_bytes(layer.volume, layer.method, model, degree=degree, widths=widths)
-        + layer.is_recomputed * layer.needed
-        + moving[layer]
+        backward_bytes(layer, model, degree=degree, widths=widths) + layer.again + moving[layer]
         for layer in moving
         if not layer.is_tiled
     ]
     lines = [Line(0.0, max(plain))] if plain else []
     for layer in moving:
         if layer.is_tiled:
-            again = layer.is_recomputed * layer.needed + moving[layer]
+            again = layer.again + moving[layer]
             tile = _tile_bytes(layer.method, model, degree=degree, width=widths[0])
             outside = 2 * model.hidden_size * widths[0] / degree
             is_there = layer.is_recomputed * layer.volume.input_bytes  # the input, which is also what its norm needs
@@ -160,6 +158,12 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     """
     width, master = widths
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    if layer.group_bytes:
+        at_once = layer.heads_at_once * queries * (2 * master + 6 * width + 4) / degree
+        tokens = model.hidden_size * width / degree  # the output's gradient; at last also the input's, in both dtypes
+        return tokens + max(
+            layer.volume.live_bytes + at_once + layer.group_bytes, model.hidden_size * master / degree + tokens
+        )
     if layer.volume.live_bytes and layer.method is not Method.MEGATRON_TS:
         return layer.volume.live_bytes + queries * (2 * master + 6 * width + 4) / degree
     gradients = (queries * (2 * width + 4) + (2 * keys + model.hidden_size) * width) / degree
@@ -198,9 +202,7 @@ def reduce_moments(
     freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * share
     return [
         MemoryMoment(
-            activations=Line(
-                0.0, max(0.0, saved + layer.is_recomputed * layer.needed + moving - (0.0 if layer.is_tiled else freed))
-            ),
+            activations=Line(0.0, max(0.0, saved + layer.again + moving - (0.0 if layer.is_tiled else freed))),
             temporary=Line(layer.reduce_bytes + pushed, 2 * model.hidden_size * share),
         )
         for layer, moving in moving_bytes(layers).items()

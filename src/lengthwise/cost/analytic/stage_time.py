@@ -215,8 +215,13 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     launch_s = CPU_LAUNCH_S if device.name == "cpu" else LAUNCH_S
     layers = Counter(layer_bytes(model, scheme, scheme.layers_of_stage(stage), dtype=dtype))
     for layer, count in sorted(layers.items(), key=lambda item: item[0].key):
-        volume, forwards = layer.volume, 2 if layer.is_recomputed else 1
-        total.add("forward", volume.forward, count=count * forwards)
+        volume, again = layer.volume, layer.second_forward
+        forwards = 1 if again is None else 2
+        if again is None or again is volume.forward:
+            total.add("forward", volume.forward, count=count * forwards)
+        else:
+            total.add("forward", volume.forward, count=count)
+            total.add("forward", again, count=count)
         total.add("backward", volume.backward, count=count)
         total.overhead_s += launch_s * (count * forwards + 2 * count) / 3
         if not layer.is_recomputed:  # of a backward's products, half are with the gradients of outputs and inputs
@@ -225,8 +230,10 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
             total.add_tiles(layer, model, tile_tokens=scheme.tile_tokens, count=count)
         if layer.is_offloaded:
             total.add_copies([(volume.forward, 1)], layer.saved, count=count)
-            total.add_copies([(volume.forward, forwards - 1), (volume.backward, 1)], layer.saved, count=count)
-            total.overhead_s += count * 2 * COPY_S * (1 if layer.is_recomputed else COPIED_TENSORS)
+            backward = [(volume.backward, 1)] if again is None else [(again, 1), (volume.backward, 1)]
+            total.add_copies(backward, layer.saved, count=count)
+            num_copied = COPIED_TENSORS if again is None else 3 if scheme.keep_attention else 1
+            total.overhead_s += count * 2 * COPY_S * num_copied
     _add_ends(total, model, scheme=scheme, stage=stage, dtype=dtype)
     return total.stage_time()
 

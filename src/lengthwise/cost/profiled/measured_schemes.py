@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.analytic.grouped_heads import head_group_counts
 from lengthwise.cost.profiled.unmeasured_offload import UnmeasuredOffload, without_offload_and_tiles
 from lengthwise.cost.separable import SchemeCache, SeparableCost
 
@@ -72,6 +73,10 @@ class ProfiledCost(SeparableCost):
         """Measured seconds of a step outside its micro-batches: those of the strategy's slowest scheme."""
         schemes = dict.fromkeys(strategy.schemes)
         return max(self.tables[part].update_s for scheme in schemes for part in self._parts(scheme))
+
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """Into how many groups plans may cut the heads of each of ``degree`` ranks."""
+        return head_group_counts(self.model, degree)
 
     def longest(self, scheme: PipelineConfig) -> int:
         """Tokens of the longest sequence that was measured under every method of ``scheme``; more is a guess."""

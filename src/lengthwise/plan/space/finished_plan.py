@@ -116,6 +116,7 @@ def _micro_batches(
             recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,
             offload=None if run.scheme.offload == scheme.offload else run.scheme.offload,
             tile_tokens=None if run.scheme.tile_tokens == scheme.tile_tokens else run.scheme.tile_tokens,
+            keep_attention=None if run.scheme.keep_attention == scheme.keep_attention else run.scheme.keep_attention,
             head_groups=None if run.scheme.head_groups == scheme.head_groups else run.scheme.head_groups,
         )
         for pack, run, time_s, (comm_s, peak_bytes) in zip(packs, runs_of(pipeline), times_s, figures)

@@ -3,18 +3,20 @@
 Where the longest sequence fits without, offload may still be faster than recompute: attention over a long sequence
 hides the copies of what would be computed again. Where it does not fit, recomputed layers put their inputs on the host,
 and feed-forwards keep theirs alone. A scheme joins the search space if it is the fastest of its family at some length
-that others of the family do not hold without recompute; so the space grows only where something is gained.
+that others of the family do not hold without recompute; so the space grows only where something is gained. Attention in
+groups of heads joins where nothing else holds the longest sequence.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from itertools import chain, product
 
 import numpy as np
 
 from lengthwise.core.cost import CostModel
-from lengthwise.core.pipeline_config import Method, PipelineConfig, spread
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, spread
 from lengthwise.plan.space.candidate import Candidate, make_candidates
 
 TILE_TOKENS = 4096
@@ -42,23 +44,27 @@ class Rung:
     recomputed: float
     offloaded: float
     is_tiled: bool = False
+    keeps_attention: bool = False
+    """Whether recomputed layers keep what attention gave (selective recompute)."""
 
     def is_possible(self, shares: frozenset[float], has_host: bool, has_tiles: bool) -> bool:
-        """Whether this rung is allowed, where all layers have to be recomputed, or none has, if that is asked for."""
+        """Whether this rung is allowed, where all layers have to be recomputed whole, or none, if that is asked for."""
         return (
             (has_host or not self.offloaded)
             and (has_tiles or not self.is_tiled)
-            and (len(shares) > 1 or self.recomputed in shares)
+            and (len(shares) > 1 or (self.recomputed in shares and not self.keeps_attention))
         )
 
-    def of(self, scheme: PipelineConfig, *, tile_tokens: int) -> PipelineConfig:
-        """``scheme`` with this rung's layers recomputed and offloaded."""
+    def of(self, scheme: PipelineConfig, *, tile_tokens: int, head_groups: int = 1) -> PipelineConfig:
+        """``scheme`` with this rung's layers recomputed and offloaded, and attention in so many groups of heads."""
         num_layers = scheme.num_layers
         return replace(
             scheme,
             recompute=spread(round(self.recomputed * num_layers), num_layers),
             offload=spread(round(self.offloaded * num_layers), num_layers),
             tile_tokens=tile_tokens if self.is_tiled else scheme.tile_tokens,
+            head_groups=head_groups,
+            keep_attention=self.keeps_attention,
         )
 
 
@@ -73,6 +79,8 @@ MIXED = (
     Rung(recomputed=0.5, offloaded=1, is_tiled=True),
 )
 LEANER = (
+    Rung(recomputed=1, offloaded=1, keeps_attention=True),
+    Rung(recomputed=1, offloaded=1, is_tiled=True, keeps_attention=True),
     Rung(recomputed=0.75, offloaded=1),
     Rung(recomputed=0.75, offloaded=1, is_tiled=True),
     Rung(recomputed=1, offloaded=0.5),
@@ -83,6 +91,52 @@ LEANER = (
     Rung(recomputed=1, offloaded=1, is_tiled=True),
 )
 """Where the longest sequence does not fit otherwise; the leanest last."""
+IN_GROUPS = (
+    Rung(recomputed=0, offloaded=1),
+    Rung(recomputed=0, offloaded=1, is_tiled=True),
+    Rung(recomputed=1, offloaded=1),
+    Rung(recomputed=1, offloaded=0, is_tiled=True),
+    Rung(recomputed=1, offloaded=1, is_tiled=True),
+)
+"""Those under which attention computes groups of heads, where the longest sequence fits under no other."""
+
+
+def selective_candidates(
+    schemes: Iterable[PipelineConfig],
+    candidates: Sequence[Candidate],
+    cost: CostModel,
+    *,
+    num_devices: int,
+    max_length: int,
+    token_limit: int | None = None,
+) -> tuple[Candidate, ...]:
+    """Candidates whose recomputed layers keep what attention gave, of families that need recompute, where that pays:
+    attention over a long sequence is most of what recompute runs again, and what it gave is little to keep.
+
+    Of the levels of recompute that ``candidates`` have, every second. Takes what :func:`ladder_candidates` takes.
+    """
+    make = partial(make_candidates, cost=cost, num_devices=num_devices, token_limit=token_limit)
+    added: list[Candidate] = []
+    for scheme, members in _families(schemes, candidates).values():
+        fastest = FastestOfFamily(members, max_length, needs_longer=False)
+        if scheme.is_plain and members and not fastest.needs_no_recompute:
+            levels = {member.scheme.num_recomputed: member.scheme for member in members if any(member.scheme.recompute)}
+            every_second = reversed(sorted(levels, reverse=True)[::2])
+            made = make([replace(levels[level], keep_attention=True) for level in every_second])
+            added += [candidate for candidate in made if fastest.add(candidate)]
+    return tuple(added)
+
+
+def _families(
+    schemes: Iterable[PipelineConfig], candidates: Iterable[Candidate]
+) -> dict[object, tuple[PipelineConfig, list[Candidate]]]:
+    """A scheme of each family, and the candidates of it."""
+    families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
+    for scheme in schemes:
+        families.setdefault(family_of(scheme), (scheme, []))
+    for candidate in candidates:
+        families[family_of(candidate.scheme)][1].append(candidate)
+    return families
 
 
 def ladder_candidates(
@@ -113,11 +167,7 @@ def ladder_candidates(
         tile_tokens: of a feed-forward's tile; 0: no tiles.
         recomputed: the share of layers that every scheme recomputes; None: any.
     """
-    families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
-    for scheme in schemes:
-        families.setdefault(family_of(scheme), (scheme, []))
-    for candidate in candidates:
-        families[family_of(candidate.scheme)][1].append(candidate)
+    families = _families(schemes, candidates)
     asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
     made: dict[PipelineConfig, tuple[Candidate, ...]] = {}
 
@@ -145,6 +195,47 @@ def ladder_candidates(
                 _paying(fastest, [chain.from_iterable(map(make, schemes)) for schemes in rounds if schemes])
             )
     return tuple(added)
+
+
+def head_group_candidates(
+    schemes: Iterable[PipelineConfig],
+    candidates: Sequence[Candidate],
+    cost: CostModel,
+    *,
+    num_devices: int,
+    num_groups: Callable[[int], Sequence[int]],
+    token_limit: int | None = None,
+    has_host: bool = True,
+    tile_tokens: int = TILE_TOKENS,
+    recomputed: float | None = None,
+) -> tuple[Candidate, ...]:
+    """Candidates whose attention computes groups of heads and which hold more tokens than all of ``candidates``.
+
+    Args:
+        schemes: the search space without offload and tiles; those that hold nothing included.
+        candidates: with offload and tiles.
+        cost: prices the schemes.
+        num_devices: of the cluster.
+        num_groups: the numbers of groups that the heads of a rank may form, by degree.
+        token_limit: most tokens of a micro-batch.
+        has_host: whether devices can put anything into host memory.
+        tile_tokens: of a feed-forward's tile; 0: no tiles.
+        recomputed: the share of layers that every scheme recomputes; None: any.
+    """
+    shares = RECOMPUTED[0] if recomputed is None else frozenset({recomputed})
+    families = {family_of(scheme): scheme for scheme in schemes if HEAD_GROUP_METHODS.issuperset(scheme.methods)}
+    rungs = [rung for rung in IN_GROUPS if rung.is_possible(shares, has_host, tile_tokens > 0)]
+    made = make_candidates(
+        [
+            rung.of(scheme, tile_tokens=tile_tokens, head_groups=count)
+            for scheme in families.values()
+            for count in num_groups(scheme.degree)
+            for rung in rungs
+        ],
+        cost, num_devices=num_devices, token_limit=token_limit,
+    )  # fmt: skip
+    held_tokens = max((candidate.max_tokens for candidate in candidates), default=0)
+    return tuple(candidate for candidate in made if candidate.max_tokens > held_tokens)
 
 
 def _paying(fastest: "FastestOfFamily", rounds: Iterable[Iterable[Candidate]]) -> Iterator[Candidate]:

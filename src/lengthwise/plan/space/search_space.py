@@ -19,7 +19,13 @@ from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
-from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode, ladder_candidates
+from lengthwise.plan.space.memory_ladder import (
+    TILE_TOKENS,
+    OffloadMode,
+    head_group_candidates,
+    ladder_candidates,
+    selective_candidates,
+)
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded
 from lengthwise.plan.space.split_backwards import ZeroBubble, with_split_backwards
@@ -74,6 +80,10 @@ class SearchSpace:
     """Whether stages split backwards, to fill their waits with gradients of weights; auto: whatever is faster."""
     tile_tokens: int | None = None
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
+    planned_tile: int = TILE_TOKENS
+    """Tokens of the tiles that plans choose."""
+    has_head_groups: bool = True
+    """Whether attention may compute groups of heads, where nothing else holds the longest sequence."""
 
     def __post_init__(self) -> None:
         for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
@@ -110,6 +120,14 @@ class SearchSpace:
         fields = self._activations(num_layers, cluster)
         schemes = [replace(scheme, **fields) for scheme in schemes] if fields else schemes
         return list(map(sharded, schemes)) if self.shard_gradients is GradientSharding.ALL else schemes
+
+    def rungs_on(self, cluster: ClusterSpec) -> dict[str, Any]:
+        """Which rungs of the memory ladder may join on ``cluster``, as :func:`ladder_candidates` takes them."""
+        return {
+            "has_host": self.offload is not OffloadMode.NONE and cluster.device.host_bytes_per_s > 0,
+            "tile_tokens": self.planned_tile if self.tile_tokens is None else 0,
+            "recomputed": {RecomputeMode.NONE: 0.0, RecomputeMode.ALL: 1.0}.get(self.recompute),
+        }
 
     def _activations(self, num_layers: int, cluster: ClusterSpec) -> dict[str, Any]:
         """The fields of every scheme that say what becomes of its activations."""
@@ -151,11 +169,9 @@ def make_problem(
     Raises:
         InfeasibleError: under no scheme does even the model state fit.
     """
-    schemes, candidates = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit)
-    if spare is not None and (longest := most_tokens(candidates)) < max_length:
-        others = _candidates(spare, cluster, num_layers, max_length, search_space, token_limit)
-        if most_tokens(others[1]) > longest:  # also where both refuse: the limit that is told is the one to train at
-            schemes, candidates = others
+    schemes, candidates = _schemes_and_candidates(
+        (cost,) if spare is None else (cost, spare), cluster, num_layers, max_length, search_space, token_limit
+    )
     if not candidates:
         _refuse(schemes, cost, cluster, search_space)
     return PlanningProblem(
@@ -172,6 +188,56 @@ def make_problem(
 def most_tokens(candidates: Iterable[Candidate]) -> int:
     """Tokens of the longest sequence that any of them holds."""
     return max((candidate.max_tokens for candidate in candidates), default=0)
+
+
+def _schemes_and_candidates(
+    costs: Sequence[CostModel],
+    cluster: ClusterSpec,
+    num_layers: int,
+    max_length: int,
+    search_space: SearchSpace,
+    token_limit: int | None,
+) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
+    """The schemes and candidates under the first cost under which the longest sequence fits, first with all heads at
+    once, then in groups of heads; else those that hold the most tokens: where all refuse, the limit that is told is the
+    one to train at.
+    """
+    best: tuple[list[PipelineConfig], tuple[Candidate, ...]] = [], ()
+    tried = []
+    for cost in costs:
+        made = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit)
+        tried.append((cost, *made))
+        if not tried[1:] or most_tokens(made[1]) > most_tokens(best[1]):
+            best = made
+        if most_tokens(best[1]) >= max_length:
+            return best
+    for cost, schemes, candidates in tried:
+        more = _in_head_groups(cost, cluster, schemes, candidates, search_space, token_limit)
+        if most_tokens(more) > most_tokens(best[1]):
+            best = schemes, candidates + more
+        if most_tokens(best[1]) >= max_length:
+            break
+    return best
+
+
+def _in_head_groups(
+    cost: CostModel,
+    cluster: ClusterSpec,
+    schemes: Sequence[PipelineConfig],
+    candidates: Sequence[Candidate],
+    search_space: SearchSpace,
+    token_limit: int | None,
+) -> tuple[Candidate, ...]:
+    """Candidates whose attention computes groups of heads, and which hold more than ``candidates``."""
+    num_groups = getattr(cost, "head_groups", None)
+    if not search_space.has_head_groups or num_groups is None:
+        return ()
+    made = head_group_candidates(
+        schemes, candidates, cost, num_devices=cluster.num_devices, num_groups=num_groups, token_limit=token_limit,
+        **search_space.rungs_on(cluster),
+    )  # fmt: skip
+    is_all = search_space.offload is OffloadMode.ALL
+    return tuple(candidate for candidate in made if not is_all or all(candidate.scheme.offload or (False,)))
 
 
 def _candidates(
@@ -195,6 +261,10 @@ def _candidates(
     candidates = with_fewest_recomputed(
         candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
     )
+    if search_space.recompute is RecomputeMode.AUTO:
+        candidates += selective_candidates(
+            schemes, candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
+        )
     if search_space.offload is not OffloadMode.ALL:
         candidates += ladder_candidates(
             schemes,
@@ -203,9 +273,7 @@ def _candidates(
             num_devices=cluster.num_devices,
             max_length=max_length,
             token_limit=token_limit,
-            has_host=search_space.offload is OffloadMode.AUTO and cluster.device.host_bytes_per_s > 0,
-            tile_tokens=TILE_TOKENS if search_space.tile_tokens is None else 0,
-            recomputed={RecomputeMode.NONE: 0.0, RecomputeMode.ALL: 1.0}.get(search_space.recompute),
+            **search_space.rungs_on(cluster),
         )
     return schemes, with_split_backwards(candidates, search_space.zero_bubble)
 

@@ -114,7 +114,8 @@ def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:
     by_methods: dict[object, list[Candidate]] = {}
     for candidate in candidates:
         scheme = candidate.scheme
-        key = candidate.family, scheme.methods, scheme.offload, scheme.tile_tokens
+        how = scheme.offload, scheme.tile_tokens, scheme.head_groups, scheme.keep_attention
+        key = candidate.family, scheme.methods, how
         by_methods.setdefault(key, []).append(candidate)
     levels = [sorted(members, key=lambda candidate: candidate.scheme.num_recomputed) for members in by_methods.values()]
     return [candidate for members in levels for candidate in dict.fromkeys((members[0], members[-1]))]

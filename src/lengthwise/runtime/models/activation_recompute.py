@@ -5,32 +5,41 @@ second forward runs whole, at one place: first thing in the layer's backward.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.models.kept_attention import KeptAttention
 
-def recomputed(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``layer(x)``; gradients reach the weights that ``layer`` uses as they would without."""
+
+def recomputed(layer: Callable[[Tensor], Tensor], x: Tensor, kept_attention: KeptAttention | None = None) -> Tensor:
+    """``layer(x)``; gradients reach the weights that ``layer`` uses as they would without.
+
+    ``kept_attention``: what the attention of ``layer`` keeps for the second forward; None: nothing.
+    """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return layer(x)
-    out: Tensor = _Recomputed.apply(layer, x)
+    out: Tensor = _Recomputed.apply(layer, x, kept_attention)
     return out
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layer, x):  # type: ignore[no-untyped-def]
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer(x)  # gradients are off inside
+    def forward(ctx, layer, x, kept_attention):  # type: ignore[no-untyped-def]
+        ctx.layer, ctx.kept_attention = layer, kept_attention
+        out = layer(x)  # gradients are off inside
+        ctx.save_for_backward(x, *(() if kept_attention is None else kept_attention.take()))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
+        x, *results = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad(), nullcontext() if ctx.kept_attention is None else ctx.kept_attention.given(results):
             out = ctx.layer(x)
+        del results
         torch.autograd.backward(out, grad)
-        return None, x.grad
+        return None, x.grad, None

@@ -147,13 +147,14 @@ class Transformer(nn.Module, ABC):
             x_tD = self.embed(execution)
         for number in execution.layers:
             layer = self.layers[number]
-            run = partial(self.run_layer, layer, operators=execution.operators(number))
+            operators = execution.operators(number)
+            run = partial(self.run_layer, layer, operators=operators)
             if number == first:  # nothing of this rank comes after it in the backward
                 execution.watch.need(number + 1)
             else:
                 x_tD = execution.watch.enter(number + 1, x_tD)
             with execution.saving(number, layer.parameters()):
-                x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
+                x_tD = recomputed(run, x_tD, operators.kept_attention) if execution.is_recomputed(number) else run(x_tD)
         return x_tD
 
     def on_one_device(

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import Dense, Operators, Tables
 from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products, WeightGradients
 from lengthwise.runtime.models.targets import rows_with_target
@@ -70,6 +71,8 @@ class ActivationPlan:
     """Layers whose saved tensors are in host memory meanwhile; empty: none."""
     tile_tokens: int = 0
     """Tokens that feed-forwards compute at a time; 0: all."""
+    keep_attention: bool = False
+    """Whether recomputed layers keep what attention gave, and do not run it again."""
     head_groups: int = 1
     """Groups of heads that are attended with in turn, where ranks trade tokens for heads."""
     host: Offload | None = None
@@ -90,6 +93,10 @@ class ActivationPlan:
         if self.weight_gradients is None or self.is_recomputed(layer):
             return WHOLE_BACKWARDS
         return self.weight_gradients.of_unit(layer + 1)
+
+    def kept_attention(self, layer: int) -> KeptAttention | None:
+        """What the attention of ``layer`` keeps for its second forward; None: it has none, or runs again in it."""
+        return KeptAttention() if self.keep_attention and self.is_recomputed(layer) else None
 
     def saving(self, layer: int, lasting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Around the forward of ``layer``: what it saves stays or is offloaded, but for ``lasting`` tensors."""
@@ -180,7 +187,8 @@ class OneDevice:
         """One-device operators in the layer's view."""
         number = layer % len(self.views)
         tiles, products = self._activations.tiles(layer), self._activations.products(layer)
-        return Dense(self.views[number], self._tables[number], tiles, products)
+        results = self._activations.kept_attention(layer)
+        return Dense(self.views[number], self._tables[number], tiles, products, results)
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""

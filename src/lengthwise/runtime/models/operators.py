@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from lengthwise.runtime.models.activation import silu_mul
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.kept_attention import KeptAttention, kernels_of
 from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products
 from lengthwise.runtime.models.rope import split, split_and_rotate
 from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
@@ -100,6 +101,11 @@ TokenwiseHalf = Callable[[Tensor, Ffn], Tensor]
 class Operators(Protocol):
     """The two operations of one layer of one micro-batch."""
 
+    @property
+    def kept_attention(self) -> KeptAttention | None:
+        """What attention keeps for the second forward of a recomputed layer; None: it runs again."""
+        ...
+
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention of (normed) tokens, projected back to ``[t, D]``; no output bias."""
         ...
@@ -124,8 +130,10 @@ class Dense:
         tables: Tables | None,
         tiles: Tiles = ALL_AT_ONCE,
         products: Products = WHOLE_BACKWARDS,
+        kept_attention: KeptAttention | None = None,
     ) -> None:
         self.view, self.tables, self.tiles, self.products = view, tables, tiles, products
+        self.kept_attention = kept_attention
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
@@ -134,7 +142,8 @@ class Dense:
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of projected queries, keys and values, ``[T, N, H]``."""
-        return attend_in(self.view, q_TNH, k_TKH, v_TKH)
+        with kernels_of(self.kept_attention):
+            return attend_in(self.view, q_TNH, k_TKH, v_TKH)
 
     def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
         """Feed-forward of all tokens: up, activation, down."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.comm.exchange import Exchange
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.head_exchange import Core, UlyssesShards, ulysses_attention
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
 
@@ -27,16 +28,24 @@ class AttentionSharing:
     ring: Ring | None
     """The ring that its keys and values go round; None: its neighbours have all tokens."""
 
-    def attend(self, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, *, core: Core | None = None) -> Tensor:
+    def attend(
+        self,
+        q_tNH: Tensor,
+        k_tKH: Tensor,
+        v_tKH: Tensor,
+        *,
+        core: Core | None = None,
+        kept_attention: KeptAttention | None = None,
+    ) -> Tensor:
         """Attention of all heads of this rank's tokens, ``[t, N, H]``.
 
         ``core``: attends from the tokens of the neighbours, by :attr:`ring` if there is one; softmax attention within
-        the sequences, if left out.
+        the sequences, if left out. ``kept_attention``: what such an attention keeps for a second forward.
         """
         if core is None and self.ring is not None:
-            core = partial(_attend_in_ring, ring=self.ring)
+            core = partial(_attend_in_ring, ring=self.ring, kept_attention=kept_attention)
         if self.exchange is not None:
-            return ulysses_attention(q_tNH, k_tKH, v_tKH, self.exchange, core=core)
+            return ulysses_attention(q_tNH, k_tKH, v_tKH, self.exchange, core=core, kept_attention=kept_attention)
         assert core is not None, "a rank without neighbours is in a ring"
         return core(q_tNH, k_tKH, v_tKH, 0)
 
@@ -56,8 +65,10 @@ class AttentionSharing:
         return [*to_heads, *within, *to_tokens]
 
 
-def _attend_in_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, first_head: int, *, ring: Ring) -> Tensor:
-    return ring_attention(q_tNH, k_tKH, v_tKH, ring)
+def _attend_in_ring(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, first_head: int, *, ring: Ring, kept_attention: KeptAttention | None
+) -> Tensor:
+    return ring_attention(q_tNH, k_tKH, v_tKH, ring, kept_attention=kept_attention)
 
 
 def _heads(exchange: UlyssesShards, num_heads: int, num_kv_heads: int) -> list[tuple[int, int, int]]:

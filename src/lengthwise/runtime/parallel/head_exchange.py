@@ -17,6 +17,7 @@ from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.kept_attention import KeptAttention, kernels_of
 from lengthwise.runtime.models.operators import attend_in
 from lengthwise.runtime.models.varlen_attention import attend
 
@@ -66,15 +67,23 @@ number of the first of these heads."""
 
 
 def ulysses_attention(
-    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: UlyssesShards, *, core: Core | None = None
+    q_tNH: Tensor,
+    k_tKH: Tensor,
+    v_tKH: Tensor,
+    exchange: UlyssesShards,
+    *,
+    core: Core | None = None,
+    kept_attention: KeptAttention | None = None,
 ) -> Tensor:
     """Attention of all heads of this rank's tokens, ``[t, N, H]``: two all-to-alls around whole sequences.
 
-    ``core``: between the two; softmax attention within the sequences of the view, if left out.
+    ``core``: between the two; softmax attention within the sequences of the view, if left out. ``kept_attention``: what
+    such an attention keeps for a second forward.
     """
     group, sizes = exchange.group, exchange.sizes
     if group.size == 1:
-        return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
+        with kernels_of(kept_attention):
+            return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
     num_heads, num_kv_heads, head_size = q_tNH.shape[1], k_tKH.shape[1], q_tNH.shape[2]
     group_size = num_heads // num_kv_heads
     bounds = head_bounds(num_heads, num_kv_heads, degree=group.size)
@@ -100,7 +109,8 @@ def ulysses_attention(
     elif core is not None:
         out_TnH = core(q_TnH, k_TkH, v_TkH, start)
     else:
-        out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal)
+        with kernels_of(kept_attention):
+            out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal)
     if exchange.back is not None:
         out_TnH = out_TnH[exchange.back]
     counts = [end - start for (start, end), _ in runs]

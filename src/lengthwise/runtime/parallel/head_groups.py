@@ -17,6 +17,7 @@ head size, p ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, Tables
 from lengthwise.runtime.models.rope import rotate_
 from lengthwise.runtime.parallel.head_exchange import UlyssesShards
@@ -117,9 +119,17 @@ class GroupedAttention:
     """Rotary tables of this rank's tokens."""
     groups: tuple[HeadGroup, ...]
 
-    def __call__(self, x_tD: Tensor, layer_weights: OperatorWeights, weights: AttentionWeights) -> Tensor:
-        """Attention of all heads, projected back: ``[t, D]``."""
-        out: Tensor = _Grouped.apply(x_tD, self, layer_weights, weights, *layer_weights.differentiable())
+    def __call__(
+        self,
+        x_tD: Tensor,
+        layer_weights: OperatorWeights,
+        weights: AttentionWeights,
+        kept_attention: KeptAttention | None = None,
+    ) -> Tensor:
+        """Attention of all heads, projected back: ``[t, D]``; ``kept_attention``: what is kept for a second forward."""
+        out: Tensor = _Grouped.apply(
+            x_tD, self, layer_weights, weights, kept_attention, *layer_weights.differentiable()
+        )
         return out
 
     def rotate(self, heads: Tensor, count: int, *, backward: bool) -> None:
@@ -197,13 +207,14 @@ class _Projection:
 
 class _Grouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tD, grouped, layer_weights, weights, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x_tD, grouped, layer_weights, weights, kept_attention, *tensors):  # type: ignore[no-untyped-def]
         projection = _Projection.of(layer_weights, weights)
         y_tD, saved, present = torch.zeros_like(x_tD), [], None
         for group in grouped.groups:
             q, present = _arrive(x_tD, grouped, group, projection, present)
             if q.shape[1]:
-                out, lse = ring_forward(q, *_read(present, group), grouped.ring)
+                attend = partial(ring_forward, q, *_read(present, group), grouped.ring)
+                out, lse = attend() if kept_attention is None else kept_attention.give(attend)
             else:
                 out, lse = q, q.new_empty(0)
             out_t = grouped.to_tokens([out], [_queries], group)
@@ -244,7 +255,7 @@ class _Grouped(torch.autograd.Function):
         named = {"qkv": gradients.qkv.flatten(0, 1), "proj": gradients.proj.flatten(0, 1)}
         if gradients.bias is not None:
             named["qkv_bias"] = gradients.bias.flatten()
-        return dx_tD.to(x_tD.dtype), None, None, None, *ctx.layer_weights.take_gradients(named)
+        return dx_tD.to(x_tD.dtype), None, None, None, None, *ctx.layer_weights.take_gradients(named)
 
 
 Pair = tuple[Tensor, Tensor]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.kept_attention import kernels_of
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators, TokenwiseHalf
 from lengthwise.runtime.models.tiles import split_evenly
 from lengthwise.runtime.models.varlen_attention import attend
@@ -42,7 +43,7 @@ class MegatronTs:
 
     def __init__(self, stage: LayerStage) -> None:
         self._view, self._group, self._sizes = stage.view, stage.group, stage.view.shards.sizes
-        self._tiles = stage.tiles
+        self._tiles, self.kept_attention = stage.tiles, stage.kept_attention
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """This rank's heads over all tokens."""
@@ -50,7 +51,9 @@ class MegatronTs:
         (qkv_Te,) = _gathered_products(x_tD, [(weights.qkv, weights.qkv_bias)], self._group, self._sizes)
         if exchange.into is not None:
             qkv_Te = qkv_Te[exchange.into]
-        out_TnH = attend(*weights.heads(qkv_Te, self._view.ordered_tables), view.cu_seqlens, causal=view.causal)
+        qkv = weights.heads(qkv_Te, self._view.ordered_tables)
+        with kernels_of(self.kept_attention):
+            out_TnH = attend(*qkv, view.cu_seqlens, causal=view.causal)
         # Projected first, reordered then: in the other order the output of attention would be kept twice.
         sums_TD = out_TnH.flatten(1) @ weights.proj
         return _reduce_scatter(sums_TD if exchange.back is None else sums_TD[exchange.back], self._group, self._sizes)

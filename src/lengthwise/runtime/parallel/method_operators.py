@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, Dense, FfnWeights, Operators
 from lengthwise.runtime.parallel.head_exchange import ulysses_attention
 from lengthwise.runtime.parallel.megatron_ts import megatron_ts
@@ -34,7 +35,8 @@ def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWe
         tables=stage.view.tables,
         tiles=stage.tiles,
         grouped=stage.in_head_groups(attention) if method in HEAD_GROUP_METHODS else None,
-        attend=_ATTENTION[method](stage.view),
+        kept_attention=stage.kept_attention,
+        attend=_ATTENTION[method](stage.view, stage.kept_attention),
     )
 
 
@@ -42,39 +44,39 @@ def _dense(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> O
     """One device; with groups of heads as Ulysses among one rank."""
     if stage.head_groups > 1:
         return _sequence_parallel(Method.ULYSSES, stage, attention, ffn)
-    return Dense(stage.view.view, stage.view.tables, stage.tiles, stage.products)
+    return Dense(stage.view.view, stage.view.tables, stage.tiles, stage.products, stage.kept_attention)
 
 
-def _in_ring(view: StageView) -> CrossTokenAttention:
+def _in_ring(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """Ring context parallel (Liu et al. 2023): queries stay, keys and values go round, p - 1 hops, back p."""
-    return partial(ring_attention, ring=view.ring)
+    return partial(ring_attention, ring=view.ring, kept_attention=kept_attention)
 
 
-def _in_two_rounds(view: StageView) -> CrossTokenAttention:
+def _in_two_rounds(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """Ring self-attention (Li et al. 2023): keys go round once for the sums of the softmax, then values for outputs.
 
     Theirs keeps the scores [N, t, T] in between, what made it run out of memory; ours sends the keys again with the
     values. ParaDySe names this method, its code never had it.
     """
-    return partial(ring_attention, ring=view.ring, two_rounds=True)
+    return partial(ring_attention, ring=view.ring, two_rounds=True, kept_attention=kept_attention)
 
 
-def _by_heads(view: StageView) -> CrossTokenAttention:
+def _by_heads(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """DeepSpeed-Ulysses (Jacobs et al. 2023): all-to-alls trade tokens for heads and back, two in each direction."""
-    return partial(ulysses_attention, exchange=view.exchange)
+    return partial(ulysses_attention, exchange=view.exchange, kept_attention=kept_attention)
 
 
-def _on_grid(view: StageView) -> CrossTokenAttention:
+def _on_grid(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """Ulysses within a node, keys and values round between nodes (USP, Fang & Zhao 2024): for degrees beyond heads."""
-    return partial(view.attend, Method.ULYSSES_RING)
+    return partial(view.attend, Method.ULYSSES_RING, kept_attention=kept_attention)
 
 
-def _gathered(view: StageView) -> CrossTokenAttention:
+def _gathered(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """Keys and values of all tokens at once, and again in the backward (Llama 3, Grattafiori et al. 2024)."""
-    return partial(view.attend, Method.ALL_GATHER)
+    return partial(view.attend, Method.ALL_GATHER, kept_attention=kept_attention)
 
 
-_ATTENTION: dict[Method, Callable[[StageView], CrossTokenAttention]] = {
+_ATTENTION: dict[Method, Callable[[StageView, KeptAttention | None], CrossTokenAttention]] = {
     Method.MEGATRON_CZ: _in_ring,
     Method.RING: _in_ring,
     Method.COLOSSAL_Z: _in_two_rounds,

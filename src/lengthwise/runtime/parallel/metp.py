@@ -14,6 +14,7 @@ Here shards travel in buffers of their own, and a rank may own no head at all.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ class Metp:
     """Attention and feed-forward of one layer under METP: tokens stay, weight shards visit every rank."""
 
     def __init__(self, stage: LayerStage) -> None:
-        self._stage = stage
+        self._stage, self.kept_attention = stage, stage.kept_attention
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """All heads of the local tokens, shard by shard."""
@@ -63,7 +64,8 @@ class _Attention(torch.autograd.Function):
         for _, shard in _broadcasts(weights, stage):
             qkv = shard.heads(F.linear(x_tD, shard.qkv, shard.qkv_bias), stage.view.tables)
             q, k, v = ring.ordered(*qkv)
-            out, lse = ring_forward(q, k, v, ring)
+            attend = partial(ring_forward, q, k, v, ring)
+            out, lse = attend() if stage.kept_attention is None else stage.kept_attention.give(attend)
             y_tD += ring.restored(out)[0].flatten(1) @ shard.proj
             saved += [out, lse]
         ctx.save_for_backward(x_tD, *saved)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, PackedTask, Task, finite, packed, uses_flash
 
 BLOCKS, GRADIENTS = 1, 2
@@ -146,23 +147,27 @@ def ring_attention(
     *,
     sinks_N: Tensor | None = None,
     two_rounds: bool = False,
+    kept_attention: KeptAttention | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over all ranks' keys; ``[t, N, H]``.
 
     ``sinks_N``: a further logit of every query, one per head, whose weight takes no value. ``two_rounds``: as ring
     self-attention does (Li et al. 2023), see :func:`two_round_ring`.
+    ``kept_attention``: what is kept for a second forward.
     """
-    out: Tensor = _RingAttention.apply(*ring.ordered(q_tNH, k_tKH, v_tKH), sinks_N, ring, two_rounds)
+    out: Tensor = _RingAttention.apply(*ring.ordered(q_tNH, k_tKH, v_tKH), sinks_N, ring, two_rounds, kept_attention)
     return ring.restored(out)[0]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, ring, two_rounds):  # type: ignore[no-untyped-def]
-        if two_rounds and ring.group.size > 1:
-            out, lse = two_round_ring(q, k, v, ring)
-        else:
-            out, lse = ring_forward(q, k, v, ring, sinks_N=sinks)
+    def forward(ctx, q, k, v, sinks, ring, two_rounds, kept_attention):  # type: ignore[no-untyped-def]
+        def attend():  # type: ignore[no-untyped-def]
+            if two_rounds and ring.group.size > 1:
+                return two_round_ring(q, k, v, ring)
+            return ring_forward(q, k, v, ring, sinks_N=sinks)
+
+        out, lse = attend() if kept_attention is None else kept_attention.give(attend)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
@@ -176,7 +181,7 @@ class _RingAttention(torch.autograd.Function):
             # A sink's value is zero, so its logit has the gradient -weight (dout . out).
             weights_tN = (sinks.to(lse.dtype) - lse).exp()
             dsinks = -(weights_tN * (dout.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
-        return *ring_backward(dout, q, k, v, out, lse, ctx.ring), dsinks, None, None
+        return *ring_backward(dout, q, k, v, out, lse, ctx.ring), dsinks, None, None, None
 
 
 def ring_forward(

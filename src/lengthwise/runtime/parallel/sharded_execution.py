@@ -80,6 +80,7 @@ class StageExecution:
                 tiles=activations.tiles(number),
                 head_groups=activations.head_groups,
                 products=activations.products(number),
+                kept_attention=activations.kept_attention(number),
                 watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights

@@ -16,6 +16,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
 from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, LayerWeights, Tables
 from lengthwise.runtime.models.products import Products
 from lengthwise.runtime.models.tiles import Tiles
@@ -89,9 +90,19 @@ class StageView:
                 self._sharings[key] = AttentionSharing(exchange=among, ring=self._ring_across(neighbours, kind))
         return self._sharings[key]
 
-    def attend(self, method: Method, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor) -> Tensor:
+    def attend(
+        self,
+        method: Method,
+        q_tNH: Tensor,
+        k_tKH: Tensor,
+        v_tKH: Tensor,
+        *,
+        kept_attention: KeptAttention | None = None,
+    ) -> Tensor:
         """Attention of all heads of this rank's tokens under ``method``, ``[t, N, H]``."""
-        return self.sharing(method, q_tNH.shape[1], k_tKH.shape[1]).attend(q_tNH, k_tKH, v_tKH)
+        return self.sharing(method, q_tNH.shape[1], k_tKH.shape[1]).attend(
+            q_tNH, k_tKH, v_tKH, kept_attention=kept_attention
+        )
 
     def in_head_groups(self, count: int, num_heads: int, num_kv_heads: int) -> GroupedAttention:
         """Attention of so many heads in ``count`` groups; made once for all layers that are alike."""
@@ -153,6 +164,8 @@ class LayerStage:
     tiles: Tiles
     head_groups: int
     products: Products
+    kept_attention: KeptAttention | None
+    """What attention keeps for the second forward of the layer."""
     watch: ExecutionWatch
 
     @property

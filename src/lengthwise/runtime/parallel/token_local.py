@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables, TokenwiseHalf
 from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
 from lengthwise.runtime.parallel.head_groups import GroupedAttention
@@ -27,6 +28,7 @@ class TokenLocal:
     tables: Tables | None
     attend: CrossTokenAttention
     tiles: Tiles = ALL_AT_ONCE
+    kept_attention: KeptAttention | None = None
     grouped: GroupedAttention | None = None
     """Attends with some of the heads at a time; None: with all at once, by ``attend``."""
 
@@ -39,7 +41,9 @@ class TokenLocal:
         """Project, rotate, attend, project back: ``[t, D]``."""
         layer_weights = self.whole_attention
         if self.grouped is not None:
-            return layer_weights.leave(self.grouped(layer_weights.enter(x_tD), layer_weights, weights))
+            return layer_weights.leave(
+                self.grouped(layer_weights.enter(x_tD), layer_weights, weights, self.kept_attention)
+            )
         qkv_tE = layer_weights.linear(
             layer_weights.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias"
         )

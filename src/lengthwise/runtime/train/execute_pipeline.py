@@ -281,6 +281,7 @@ class WeightPhaseRun:
             offload=scheme.offload,
             tile_tokens=scheme.tile_tokens,
             head_groups=scheme.head_groups,
+            keep_attention=scheme.keep_attention,
             host=self._world.offload.micro_batch() if is_offloaded else None,
             weight_gradients=weight_gradients,
         )

@@ -14,17 +14,10 @@ from torch.utils.checkpoint import (
 )
 
 from lengthwise.runtime.comm.activation_offload import OffloadedLayer
+from lengthwise.runtime.models.kept_attention import is_attention
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.offload_layers import KeepOnHost, ReplayFromHost, by_position, saving
-
-_SAVED = (
-    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_attention_math", "torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-)  # fmt: skip
-"""Kernels of attention, the dearest thing to compute again in a long sequence and one of the smallest to keep."""
 
 
 def selective_contexts(layer: OffloadedLayer | None = None) -> Callable[[], Any]:
@@ -42,11 +35,6 @@ def _on_host(layer: OffloadedLayer) -> tuple[KeepOnHost, ReplayFromHost]:
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def is_attention(op: Any) -> bool:
-    """Whether an operation of torch is a kernel of attention, whose result a selective recompute keeps."""
-    return getattr(getattr(op, "_schema", None), "name", "") in _SAVED
 
 
 def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
