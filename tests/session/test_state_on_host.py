@@ -1,15 +1,21 @@
 """`prepare(offload_state="host")` trains what it trains with the state on the device, to the last bit of float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.specs import ClusterSpec, cluster_preset
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from tests.cost.profiled.test_dual_layer import row, table
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
-from tests.session.test_prepare import OPTIONS
+from tests.session.test_prepare import OPTIONS, assert_equal_weights
 
 WAYS = {
     "whole": {"weights": "whole"},
@@ -59,6 +65,51 @@ def test_a_model_learns_the_same_with_its_state_in_host_memory(ranks, num_ranks,
         assert losses == expected and len(set(losses)) == len(losses), way
         for name, value in weights.items():
             assert np.array_equal(moved[name], value), (way, name)
+
+
+TIGHT_MIB = {False: 1.0, True: 0.2}
+"""Memory that holds the longest sequence beside the weights alone: a profile says 100,000 parameters, and where weights
+are gathered by layer the model is asked, which has fewer."""
+
+
+def tight_cost(num_ranks, memory_mib):
+    """Costs of a model on GPUs of so much memory."""
+    rows = [
+        replace(row((length,), degree), input_bytes=8 * length, kept_bytes=8 * length, alive_bytes=8 * length)
+        for degree in range(1, num_ranks + 1)
+        for length in (8, 16, 32)
+    ]
+    device = replace(cluster_preset("1xH100-80GB").device, memory_bytes=int(memory_mib * 2**20))
+    cluster = ClusterSpec(num_nodes=1, devices_per_node=num_ranks, device=device)
+    return DualLayerCost(table(rows, num_layers=3, num_params=100_000, other_bytes=0, longest=32), cluster=cluster)
+
+
+def placed(memory_mib, offload_state, by_layer):
+    """Losses, weights, and whether the state is on the host."""
+    as_started_by_torchrun()
+    options = OPTIONS | {"steps": 3, "check": False, "recompute": "none", "offload": "none"}
+    run = lw.prepare(
+        models.gpt(), models.rows(longest=24), cost=tight_cost(dist.get_world_size(), memory_mib),
+        weights="by-layer" if by_layer else "whole", offload_state=offload_state, **options,
+    )  # fmt: skip
+    losses, on_host = step_through(run)[0], run.state.on_host
+    assert offload_state == "host" or run.planner.cost.base.state_on_host == on_host
+    run.close()
+    return losses, weights_of(run.model), on_host
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "by_layer"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.deep)]
+)
+def test_the_state_goes_to_the_host_where_the_longest_sequence_fits_no_other_way(ranks, num_ranks, by_layer):
+    roomy, tight, told = (
+        ranks(num_ranks).run(placed, memory_mib, place, by_layer)[0]
+        for memory_mib, place in ((8, "auto"), (TIGHT_MIB[by_layer], "auto"), (8, "host"))
+    )
+    assert [result[2] for result in (roomy, tight, told)] == [False, True, True]
+    for losses, weights, _ in (tight, told):
+        assert losses == pytest.approx(roomy[0], rel=1e-12)
+        assert_equal_weights(weights, roomy[1])
 
 
 def test_gradients_that_a_loop_changes_are_noticed_on_their_way_to_the_host():

@@ -149,6 +149,38 @@ def test_models_of_transformers_are_tiled_where_they_can_be():
     assert ["forward" in vars(module) for module in model.modules()] == ["forward" in names for names in before]
 
 
+def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tmp_path):
+    """2.6 MiB hold 512 tokens of a small model with all layers recomputed in tiles alone; no number changes by them."""
+    rows = [np.arange(length) % models.VOCAB for length in (512, 40, 30, 200)]
+    found = []
+    for memory_gib in (1.0, 0.0026, 0.0026):
+        torch.manual_seed(0)
+        run = lw.prepare(
+            models.GPT(max_length=512).double(), rows, device="cpu", memory_gib=memory_gib, verbose=False, lr=0.1,
+            profile=tmp_path / f"{memory_gib}.json", sequences_per_step=2, steps=2, optimizer="sgd",
+        )  # fmt: skip
+        made, tiles = run.planner, {}
+
+        def plan(batch, made=made, tiles=tiles):
+            step_plan = made(batch)
+            for pipeline in step_plan.pipelines:
+                for planned in pipeline.micro_batches:
+                    tiles[max(planned.pack.lengths)] = pipeline.scheme_of(planned).tile_tokens
+            return step_plan
+
+        run.planner = plan
+        losses, names = step_through(run)[0], [] if run.wrapped_model.tiles is None else run.wrapped_model.tiles.names
+        run.close()
+        assert not any("forward" in vars(module) for module in run.model.modules())
+        found.append((losses, tiles, names, weights_of(run.model)))
+    whole, *tiled = found
+    assert not any(whole[1].values()) and whole[2] == []
+    for losses, tiles, names, weights in tiled:  # the second from the profile that the first has saved
+        assert tiles[512] == 32 and sum(tiles.values()) == 32 and names == [f"layers.{block}.mlp" for block in range(3)]
+        np.testing.assert_allclose(losses, whole[0], rtol=1e-11)
+        assert_equal_weights(weights, whole[3])
+
+
 class Dropping(models.GPT):
     def __init__(self):
         super().__init__()

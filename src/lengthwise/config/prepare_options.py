@@ -86,8 +86,8 @@ class PrepareOptions(
     same, but what attention computed is kept. (Configurations have no selective.)"""
     feed_forward_tile: int | None = Field(default=None, ge=1)
     """Tokens that feed-forward modules compute at once, forward and backward: they keep their input alone and compute
-    each tile again in the backward, so that longer sequences fit. None: all tokens. A plan may say other sizes of tiles
-    for a micro-batch."""
+    each tile again in the backward, so that longer sequences fit. None: all tokens, and tiles that plans choose where
+    the longest sequence does not fit otherwise. A plan may say other sizes of tiles for a micro-batch."""
     compile: bool = False
     """Whether torch.compile compiles the layers around their attention, or what it can of their modules, for any number
     of tokens. (In a configuration, train.compile.)"""

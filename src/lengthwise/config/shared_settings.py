@@ -177,8 +177,8 @@ class ProcessSettings(Settings):
     offload_state: StatePlace = "auto"
     """Where master weights, summed gradients and the optimizer's state lie. device: with what computes. host: in host
     memory (optimizer offload): gradients are copied there, the update runs there, and weights come back in the dtype
-    that computes; it trains the same. auto: the device; in runs of a configuration whose costs are closed forms, the
-    host where the longest sequence fits no other way."""
+    that computes; it trains the same. auto: the device, and the host where the longest sequence fits no other way; in
+    runs of a configuration only if costs are closed forms."""
     timeout_s: float | None = Field(default=None, ge=1, le=604_800)
     """The most seconds that a rank waits for others, at the start and in any collective; then the run ends with an
     error that names them. none: 30 minutes, or what torch.distributed was started with."""

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lengthwise.core.atomic_write import write_text
+from lengthwise.core.cost import LinkSpeed
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import read_json
 from lengthwise.core.typed_json import from_document
@@ -53,6 +54,8 @@ class LayerRow:
     """And in the backward of a layer."""
     embedding_backward_bytes: int = 0
     """And in that of what comes before the layers, when these keep nothing any more."""
+    tile_tokens: int = 0
+    """Slots that feed-forward modules computed at a time; 0: as many as the model was prepared with."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -118,6 +121,8 @@ class LayerTable:
     links: tuple[LinkRow, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
     """Degree, and tokens of the first pack that did not fit the memory of some rank."""
+    host: LinkSpeed | None = None
+    """To and from pinned memory of each rank's host, both at a time and all ranks at once; None of CPUs."""
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -140,9 +145,18 @@ class LayerTable:
         """Degrees and methods that were measured; one rank is ``dense``."""
         return tuple(sorted({(row.degree, row.method if row.degree > 1 else "dense") for row in self.rows}))
 
-    def of_degree(self, degree: int, method: str = "dense") -> tuple[LayerRow, ...]:
-        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``."""
-        return tuple(row for row in self.rows if row.degree == degree and method in (row.method, "dense"))
+    @cached_property
+    def tile_tokens(self) -> int:
+        """Slots of the tiles that were measured too; 0: none."""
+        return max(row.tile_tokens for row in self.rows)
+
+    def of_degree(self, degree: int, method: str = "dense", *, tile_tokens: int = 0) -> tuple[LayerRow, ...]:
+        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``, in such tiles."""
+        return tuple(
+            row
+            for row in self.rows
+            if row.degree == degree and method in (row.method, "dense") and row.tile_tokens == tile_tokens
+        )
 
     @property
     def document(self) -> dict[str, object]:

@@ -1,14 +1,17 @@
 """The cost model of a prepared run: from its profile, measured now or kept from before."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.core.layer_profile import LayerTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import LayerRow, LayerTable
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.loop.prepared_model import PreparedModel
@@ -16,6 +19,8 @@ from lengthwise.runtime.profile.fingerprint import find_table, identity_of
 from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from lengthwise.runtime.profile.validate import check_prediction
 from lengthwise.session.state_placement import is_on_host
+
+_log = logging.getLogger("lengthwise")
 
 CACHE = Path("~/.cache/lengthwise")
 CHECKED_S = 2.0
@@ -73,7 +78,30 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
     rows = (*other_rows, *fresh.rows)
+    if table.tile_tokens:
+        of_degree = [(degree, method) for method in methods]
+        rows += measured_tiles(run, table, of_degree, tile_tokens=table.tile_tokens)
     return cost.with_table(replace(table, rows=rows))
+
+
+def measured_tiles(
+    prepared: PreparedModel, table: LayerTable, shared: Sequence[tuple[int, Method]], *, tile_tokens: int
+) -> tuple[LayerRow, ...]:
+    """Rows of the same model in tiles of so many slots; none if not even the shortest pack that has several fits."""
+    methods = tuple(dict.fromkeys(method for _, method in shared if method is not Method.DENSE)) or (Method.ULYSSES,)
+    try:
+        tiled = measure(
+            prepared,
+            longest=table.longest,
+            degrees=sorted({degree for degree, _ in shared}),
+            methods=methods,
+            update_s=table.update_s,
+            tile_tokens=tile_tokens,
+        )
+    except InputError as error:
+        _log.debug("plans have no tiles: %s", error)
+        return ()
+    return tiled.rows
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:

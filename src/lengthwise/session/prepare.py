@@ -52,6 +52,7 @@ from lengthwise.session.coupled_units import (
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
+from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.model_checks import check_by_sequence, check_model, check_options, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
@@ -334,11 +335,10 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
 def _planner(
     prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
 ) -> tuple[Planner | OnlineCalibration, ForwardPlanner, KeepLayers | None]:
-    """Find out what things cost; return the planners of steps and of forwards alone, and what a step keeps where
-    weights are gathered by layer."""
-    cluster = _cluster(options, prepared.world)
+    """Find out what things cost; return the planners of steps and of forwards alone, and which layers stay whole."""
+    cluster, longest = _cluster(options, prepared.world), sequences.computed_lengths.max_length
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
-    cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
+    cost, keep_layers = place_weights(prepared, options, cost, longest)
     max_stages = most_stages(prepared, options)
     options, lengths = with_members_planned(options, prepared, sequences.lengths)
     units = prepared.collator.units if cuts_of(options) is not None else None
@@ -355,6 +355,7 @@ def _planner(
     def plan_as_cut(options: PrepareOptions, cost: CostModel) -> Planner:
         return plan_with(options, cost, max_stages=1 if prepared.stage_problem else max_stages)
 
+    cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
     forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none"})
     plan_forwards = ForwardPlanner(

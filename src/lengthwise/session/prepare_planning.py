@@ -159,7 +159,8 @@ def make_planner(
         methods=options.sharing_methods,
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
         offload=OffloadMode(options.offload),
-        tile_tokens=0,
+        planned_tile=getattr(getattr(cost, "base", cost), "tile_tokens", 0),
+        has_head_groups=False,
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
     is_steady = OrderSettings.of(options).is_steady

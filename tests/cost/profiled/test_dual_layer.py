@@ -1,5 +1,6 @@
 """Curves through measured layers find what made them, and whole-model costs obey DCP's equations over them."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.core.cost import LinkSpeed
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable, LinkRow
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, homogeneous, uniform_scheme
@@ -319,3 +321,43 @@ def test_the_loss_has_one_offloaded_layer_on_the_device_and_a_backward_two():
     layer = (32 + 400) * 4096 + 32
     for moment, rest, num_layers in ((Moment.LOSS, 250 * 4096 + 7, 1), (Moment.BACKWARD, 1, 2)):
         assert moments[moment].at(4096) == pytest.approx(rest + num_layers * layer, rel=1e-6)
+
+
+def test_copies_are_priced_by_the_link_to_the_host_that_was_measured():
+    cluster = cluster_preset("4xH100-80GB")
+    kept = scheme_of(2, 0)
+    offloaded = replace(kept, offload=(True,) * LAYERS)
+    exposed_s = []
+    for bytes_per_s in (None, 4e7, 2e7):
+        host = None if bytes_per_s is None else LinkSpeed(call_s=1e-5, bytes_per_s=bytes_per_s)
+        cost = DualLayerCost(table(host=host), cluster=cluster)
+        exposed_s.append(cost.time_s([4096], offloaded) - cost.time_s([4096], kept))
+        saved = LayerTable.of_document(json.loads(json.dumps(cost.table.document)))
+        assert saved.host == host
+    copied = LAYERS * (864 * 2048 + 32)
+    passes_s = LAYERS * (row((4096,), 2).forward_s + row((4096,), 2).backward_s - 5e-4)
+    assert exposed_s[0] == pytest.approx(0.0, abs=1e-4)
+    for bytes_per_s, seconds_s in zip((4e7, 2e7), exposed_s[1:]):
+        assert seconds_s == pytest.approx(2 * copied / bytes_per_s - passes_s, rel=1e-2)
+
+
+def test_tiles_cost_what_was_measured_in_them():
+    tiled = []
+    for lengths in PACKS:
+        measured = row(lengths)
+        kept_bytes = 300 * sum(lengths)
+        tiled.append(replace(measured, tile_tokens=16, kept_bytes=kept_bytes, backward_s=2 * measured.backward_s))
+    cost = DualLayerCost(table(rows=[*(row(lengths) for lengths in PACKS), *tiled]), cluster=CLUSTER)
+    plain = scheme_of(1)
+    in_tiles = replace(plain, tile_tokens=16)
+    assert cost.tile_tokens == 16
+    added_s = cost.time_s([1024], in_tiles) - cost.time_s([1024], plain)
+    assert added_s == pytest.approx(LAYERS * row((1024,)).backward_s, rel=1e-6)
+    freed = cost.micro_batch_bytes(1024, plain) - cost.micro_batch_bytes(1024, in_tiles)
+    assert freed == pytest.approx(LAYERS * (500 * 1024 + 32), rel=1e-3)
+    assert COST.time_s([1024], plain) == cost.time_s([1024], plain)
+    for scheme in (replace(plain, tile_tokens=8), replace(plain, head_groups=2)):
+        with pytest.raises(InputError, match="there are tiles of 16 tokens, no groups of heads"):
+            cost.time_s([1024], scheme)
+    with pytest.raises(InputError, match="no tiles of feed-forwards"):
+        COST.time_s([1024], in_tiles)

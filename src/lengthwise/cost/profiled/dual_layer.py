@@ -16,19 +16,19 @@ last keeps their outputs as well, and each but the first a gradient that it send
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-from lengthwise.core.cost import CostError
+from lengthwise.core.cost import CostError, LinkSpeeds
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import call_s, hop_bytes_per_s, host_copy_bytes_per_s
+from lengthwise.cost.links import call_s, hop_bytes_per_s, host_copy_bytes_per_s, with_measured_links
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_parts
 from lengthwise.cost.port_traffic import hold_the_same
 from lengthwise.cost.profiled.degree_fit import DegreeFit, LinearBytes, fit_degree
@@ -134,14 +134,14 @@ class DualLayerCost(SeparableCost):
                 f"the profile of {table.identity.model_name} was taken in {table.identity.dtype}; model state is known "
                 f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
             )
+        cluster = with_measured_links(cluster, LinkSpeeds(within=None, across=None, host=table.host))
         super().__init__(
             model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host,
             narrow_gradients=narrow_gradients,
         )  # fmt: skip
         self.table, self.gather = table, gather
-        self.fits: Mapping[tuple[int, Method], DegreeFit] = {
-            (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
-        }
+        self.fits = _fits(table, 0)
+        self._tiled_fits = _fits(table, self.tile_tokens) if self.tile_tokens else {}
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
@@ -152,6 +152,18 @@ class DualLayerCost(SeparableCost):
             table, cluster=self.cluster, gather=self.gather, state_on_host=self.state_on_host,
             narrow_gradients=self.narrow_gradients,
         )  # fmt: skip
+
+    @property
+    def tile_tokens(self) -> int:
+        """Slots of the tiles of feed-forwards that were measured too; 0: none."""
+        return self.table.tile_tokens
+
+    def with_state_on_host(self) -> "DualLayerCost":
+        """Return the same costs with master weights and optimizer in host memory, but for the seconds of an update."""
+        gather = None if self.gather is None else replace(self.gather, state_on_host=True)
+        return DualLayerCost(
+            self.table, cluster=self.cluster, gather=gather, state_on_host=True, narrow_gradients=self.narrow_gradients
+        )
 
     def with_gather(self, gather: LayerGatherCost) -> "DualLayerCost":
         """Return the same costs where weights are gathered."""
@@ -334,11 +346,15 @@ class DualLayerCost(SeparableCost):
         """The layers of each stage of ``scheme`` by method.
 
         Raises:
-            InputError: ``scheme`` has other layers than the profile, was not measured, or has tiles, which were not.
+            InputError: ``scheme`` has other layers than the profile, or was not measured; or it has tiles, or groups of
+                heads, which were not.
         """
-        if scheme.tile_tokens:
-            raise InputError(f"no layer profile for scheme {scheme.name}: profiles know no tiles of feed-forwards")
-        is_measured = all((scheme.degree, method) in self.fits for method in set(scheme.methods))
+        if scheme.tile_tokens not in (0, self.tile_tokens) or scheme.head_groups > 1 or scheme.keep_attention:
+            tiles = f"tiles of {self.tile_tokens:,} tokens" if self.tile_tokens else "no tiles of feed-forwards"
+            others = "no groups of heads, and recompute as the model was prepared"
+            raise InputError(f"no layer profile for scheme {scheme.name}; there are {tiles}, {others}")
+        fits = self._tiled_fits if scheme.tile_tokens else self.fits
+        is_measured = all((scheme.degree, method) in fits for method in set(scheme.methods))
         if not is_measured or scheme.num_layers != self.table.num_layers:
             measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
             raise InputError(
@@ -353,13 +369,20 @@ class DualLayerCost(SeparableCost):
         offloaded = Counter((scheme.methods[n], scheme.recompute[n]) for n in layers if scheme.is_offloaded(n))
         copied_per_s = host_copy_bytes_per_s(self.cluster) if offloaded else 0.0
         rest = float(stage == scheme.num_stages - 1)
+        fits = self._tiled_fits if scheme.tile_tokens else self.fits
         return tuple(
             _StageLayers(
-                self.fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
+                fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
             )
             for method, count in Counter(methods).items()
         )  # fmt: skip
+
+
+def _fits(table: LayerTable, tile_tokens: int) -> Mapping[tuple[int, Method], DegreeFit]:
+    """Curves of every degree and method that was measured in such tiles; 0: in none."""
+    rows = {key: table.of_degree(*key, tile_tokens=tile_tokens) for key in table.shared}
+    return {(degree, Method(method)): fit_degree(of) for (degree, method), of in rows.items() if of}
 
 
 def _times_s(length: np.ndarray, layers: Sequence[_StageLayers]) -> np.ndarray:

@@ -84,11 +84,13 @@ def check_executable(
     stage_problem: str,
     has_tiles: bool = False,
     can_recompute: bool = True,
+    keeps_attention: bool = False,
 ) -> None:
     """Raise ``InputError`` unless the plan's ranks, stages, methods and tiles suit a third-party model.
 
     ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
     are known, and compared, that compute tiles. ``can_recompute``: whether layers may be recomputed.
+    ``keeps_attention``: whether those that are keep what attention gave, as the model was prepared.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
@@ -127,6 +129,11 @@ def check_executable(
             raise InputError(
                 f"{where}: pipelines[{number}] attends in {groups} groups of heads, which this library's own models "
                 "alone do; plan with head_groups=1"
+            )
+        if not keeps_attention and any(pipeline.scheme_of(m).keep_attention for m in pipeline.micro_batches):
+            raise InputError(
+                f"{where}: pipelines[{number}] keeps what attention gave in recomputed layers, and this model was not "
+                f'compared so; give {Setting.RECOMPUTE}="selective" to prepare(...), or plan with keep_attention=false'
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):

@@ -338,6 +338,22 @@ class PreparedModel:
         if self.gather is not None:
             self.update_weights()
 
+    def move_state_to_host(self) -> None:
+        """Put master weights, summed gradients and optimizer into host memory, before the first step; every rank calls
+        this.
+        """
+        assert isinstance(self.state, ShardedState) and not self.state.on_host, "it is on the device, and of this run"
+        by_layer, structure = self.gather is not None, self.wrapped_model.structure
+        self.restore_weights()
+        if by_layer:
+            structure.move_rest(self.world.device)
+        table = structure.table()
+        self.state = ShardedState(self.model, self.world, self.state.settings, table=table, on_host=True)
+        if by_layer:
+            self.gather_by_layer()
+        else:
+            self.update_weights()
+
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights.
 

@@ -389,6 +389,7 @@ class Run(WatchedModel):
         check_executable(
             plan, self.wrapped_model.structure.num_layers, self.world.size, can_recompute=self.can_recompute,
             stage_problem=self.stage_problem or unchecked, has_tiles=self.wrapped_model.tiles is not None,
+            keeps_attention=self.wrapped_model.layers.context is not None,
         )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):

@@ -73,6 +73,9 @@ def find_table(
     identity = identity_of(run)
     shared = [(degree, str(method)) for degree in degrees for method in shared_by(degree, methods)]
     saved = _read(path, identity, longest, shared) if run.world.is_first else None
+    if isinstance(saved, LayerTable) and saved.host is None and run.world.device.type == "cuda":
+        _log.warning("the profile at %s knows no link to the host: measured anew", path)
+        saved = None
     document = broadcast_json(run.world, saved.document if isinstance(saved, LayerTable) else saved)
     if isinstance(document, str):
         raise InputError(document)
@@ -120,7 +123,7 @@ def _digest(run: PreparedModel) -> str:
         "config": _config(model),
         "training": model.training,
         "by_sequence": wrapped_model.by_sequence is not None,
-        "tile": None if wrapped_model.tiles is None else wrapped_model.tiles.tile,
+        "tile": None if wrapped_model.tiles is None else wrapped_model.tiles.tile or None,
     }
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -26,7 +26,7 @@ def measure_links(world: DistContext) -> LinkSpeeds | None:
     nodes = [tuple(range(first, first + per_node)) for first in range(0, world.size, per_node)]
     within = _speed(world, nodes) if per_node > 1 else None
     across = _speed(world, list(zip(*nodes))) if len(nodes) > 1 else None
-    host = _host_speed(world) if world.device.type == "cuda" else None
+    host = host_speed(world)
     return LinkSpeeds(within=within, across=across, host=host) if within or across or host else None
 
 
@@ -39,8 +39,12 @@ def _speed(world: DistContext, groups: list[tuple[int, ...]]) -> LinkSpeed:
     return LinkSpeed(call_s=call_s, bytes_per_s=sent_bytes / max(moving_s - call_s, 0.01 * moving_s))
 
 
-def _host_speed(world: DistContext) -> LinkSpeed:
-    """Seconds to start a copy and the rate of large ones, out and back at a time as offload has them."""
+def host_speed(world: DistContext) -> LinkSpeed | None:
+    """Seconds to start a copy and the rate of large ones, out and back at a time as offload has them, of all ranks at
+    once, since those of a node share links; None of CPUs, whose memory is the host's. Every rank calls this.
+    """
+    if world.device.type != "cuda":
+        return None
     start_s, moving_s = (_copy_s(world, num_bytes) for num_bytes in (1, NUM_BYTES))
     return LinkSpeed(call_s=start_s, bytes_per_s=NUM_BYTES / max(moving_s - start_s, 0.01 * moving_s))
 

@@ -40,6 +40,8 @@ class Trial:
     group: Group
     recompute: tuple[bool, ...] = ()
     method: Method = Method.ULYSSES
+    tile_tokens: int = 0
+    """Slots of feed-forward modules' tiles; 0: as many as the model was prepared with."""
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -172,7 +174,8 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
     with synthetic(run, slots):
         shard = PackShard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
-            device=run.world.device, recompute=trial.recompute, is_causal=run.collator.objective == NEXT_TOKEN,
+            device=run.world.device, recompute=trial.recompute,
+            tile_tokens=trial.tile_tokens or None, is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),
         )  # fmt: skip

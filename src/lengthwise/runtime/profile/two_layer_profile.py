@@ -27,6 +27,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.layer_kinds import MeasuredLayers, measured_layers
 from lengthwise.runtime.profile.layer_memory import CountedBytes, measure_bytes
+from lengthwise.runtime.profile.measure_links import host_speed
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_time
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
@@ -84,7 +85,7 @@ class _Case:
         beside = max(counted.constant, counted.loss_backward, counted.backward) + counted.alive
         return self.num_layers * (counted.saved + counted.inputs) + beside
 
-    def row(self, degree: int, method: Method) -> LayerRow:
+    def row(self, degree: int, method: Method, tile_tokens: int) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
         low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
         spread = (high - low) / 2
@@ -92,7 +93,7 @@ class _Case:
             lengths=self.lengths, degree=degree, method=str(method),
             forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
-            constant_spread_s=float(spread[2]), repeats=len(self.times), **self.counted.fields,
+            constant_spread_s=float(spread[2]), repeats=len(self.times), tile_tokens=tile_tokens, **self.counted.fields,
         )  # fmt: skip
 
 
@@ -104,6 +105,7 @@ def measure(
     methods: Sequence[Method] = (Method.ULYSSES,),
     effort: ProfilingEffort = ProfilingEffort(),
     update_s: float | None = None,
+    tile_tokens: int = 0,
     on_progress: Progress = lambda done: None,
 ) -> LayerTable:
     """Measure packs of up to ``longest`` tokens at every degree; every rank calls this and gets the same table.
@@ -115,6 +117,7 @@ def measure(
         methods: how they share it.
         effort: limits.
         update_s: seconds of an update where they are known; None: measured, before the first one.
+        tile_tokens: slots of feed-forward modules' tiles; 0: as many as the model was prepared with.
         on_progress: called on every rank.
 
     Raises:
@@ -127,6 +130,7 @@ def measure(
         raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
     measured = _layers_to_measure(wrapped_model)
     layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress, measured)
+    profiler.tile_tokens = tile_tokens
     before, layers.computed = layers.computed, frozenset(measured.numbers)
     try:
         shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
@@ -143,10 +147,11 @@ def measure(
         num_params=sum(parameter.numel() for parameter in structure.parameters.values()),
         other_bytes=other_bytes(run),
         longest=longest,
-        update_s=_update_s(run) if update_s is None else update_s,
+        update_s=measure_update(run) if update_s is None else update_s,
         rows=tuple(rows),
         links=tuple(_link(run, degree) for degree in degrees if degree > 1),
         too_large=tuple(profiler.too_large),
+        host=host_speed(world),
     )
     on_progress(1.0)
     return table
@@ -203,12 +208,15 @@ class _Profiler:
         self._memory = self._agree(-_free_bytes(run.world), -(effort.memory_bytes or np.inf)).max(axis=0).max() * -1
         self._random = np.random.default_rng(0)
         self.too_large: list[tuple[int, int]] = []
+        self.tile_tokens = 0
 
     def measure(self, degree: int, method: Method, *, part: tuple[int, int]) -> list[LayerRow]:
         """Measure the rows of one degree and method, the ``part[0]``-th of ``part[1]``."""
         self._degree, self._method, self._group = degree, method, group_of_degree(self._run.world, degree)
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
-        packs = ladder(self._longest, degree=degree, slot_tokens=self._run.collator.slot_tokens)
+        slot_tokens = self._run.collator.slot_tokens
+        packs = ladder(self._longest, degree=degree, slot_tokens=slot_tokens)
+        packs = [lengths for lengths in packs if sum(lengths) > self.tile_tokens * degree * slot_tokens]
         cases: list[_Case] = []
         for number, lengths in enumerate(packs):
             if self._is_too_much(cases, lengths, until_s):
@@ -220,7 +228,7 @@ class _Profiler:
             self._on_progress((part[0] + 0.5 * (number + 1) / (len(packs) + 1)) / part[1])
         if not cases:
             return []
-        lengths = many_short([case.lengths for case in cases], slot_tokens=self._run.collator.slot_tokens)
+        lengths = many_short([case.lengths for case in cases], slot_tokens=slot_tokens)
         short = self._begin(lengths, warm_up=False) if lengths else None
         cases += [short] if short is not None else []
         for repeat in range(1, self._effort.repeats):
@@ -228,7 +236,7 @@ class _Profiler:
                 if self._spent_s + cases[number].wall_s <= until_s and not self._time(cases[number]):
                     self._note_too_large(cases[number].lengths)
             self._on_progress((part[0] + 0.5 + 0.5 * repeat / self._effort.repeats) / part[1])
-        return [case.row(degree, method) for case in cases]
+        return [case.row(degree, method, self.tile_tokens) for case in cases]
 
     def _is_too_much(self, cases: list[_Case], lengths: tuple[int, ...], until_s: float) -> bool:
         """Whether a longer pack is expected to need more memory than there is, or more time than is left."""
@@ -252,7 +260,7 @@ class _Profiler:
         failed, numbers, trial = 0.0, CountedBytes.none(), None
         try:
             if self._group is not None:
-                trial = Trial(lengths=lengths, group=self._group, method=self._method)
+                trial = Trial(lengths=lengths, group=self._group, method=self._method, tile_tokens=self.tile_tokens)
                 numbers, trial = measure_bytes(self._run, trial, self._layers)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -335,7 +343,7 @@ def _median_s(run: PreparedModel, work: Callable[[], object], repeats: int) -> f
     return float(rows.amax(dim=0).median())
 
 
-def _update_s(run: PreparedModel) -> float:
+def measure_update(run: PreparedModel) -> float:
     """Time an update (push, clip, optimizer, pull) with zero gradients and learning rate: weights stay as they are."""
     state = run.state
     if state.optimizer is not None and state.optimizer.state:

@@ -16,6 +16,7 @@ from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
 from lengthwise.runtime.wrap.label_convention import LabelConvention
+from lengthwise.runtime.wrap.tiled_modules import TiledModules
 
 
 def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
@@ -46,6 +47,26 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         run.wrapped_model.compiled.choose(type(run.model).__name__)
     if run.wrapped_model.tiles is not None:
         run.wrapped_model.tiles.choose(type(run.model).__name__)
+
+
+def trace_tiles(run: PreparedModel) -> str:
+    """Find the feed-forward modules that plans may cut into tiles; returns why there are none, or an empty string.
+
+    Every rank calls this, after :func:`trace_model` of a model that was prepared without tiles.
+    """
+    wrapped_model = run.wrapped_model
+    tiles = wrapped_model.tiles = TiledModules(wrapped_model.structure.layers, 0, lambda: wrapped_model.is_plain)
+    try:
+        with synthetic(run, LENGTHS), noise_free(run), _rows_named(run):
+            _forward(run, 0)
+        tiles.choose(type(run.model).__name__)
+    except InputError as error:
+        tiles.release()
+        wrapped_model.tiles = None
+        return error.marked
+    finally:
+        run.discard()
+    return ""
 
 
 def _forward(run: PreparedModel, sequence: int) -> None:

@@ -44,7 +44,7 @@ class TiledModules:
 
     layers: Layers
     tile: int
-    """Slots that are computed at once in micro-batches whose plan says nothing about it."""
+    """Slots that are computed at once in micro-batches whose plan says nothing about it; 0: all."""
     is_plain: Callable[[], bool]
     """Whether the model computes as before it was prepared."""
     _observed: list[_Observed] = field(default_factory=list, init=False)
@@ -79,9 +79,10 @@ class TiledModules:
                 observed.prepared.release()
         if not chosen:
             reasons = sorted({observed.problem for observed in self._observed if observed.problem})
+            asked = f"feed_forward_tile={self.tile}: " if self.tile else ""
             raise InputError(
-                f"feed_forward_tile={self.tile}: no module in the layers of {model} maps each token by itself with two "
-                f"matrices or more and without dropout{': ' if reasons else ''}{'; '.join(reasons)}; leave it out"
+                f"{asked}no module in the layers of {model} maps each token by itself with two matrices or more and "
+                f"without dropout{': ' if reasons else ''}{'; '.join(reasons)}; leave it out"
             )
         self._observed, self._is_chosen = chosen, True
 
@@ -113,7 +114,7 @@ def short_tiles(tiles: TiledModules | None, size: int = 3) -> Iterator[None]:
     if tiles is None:
         yield
         return
-    before, tiles.tile = tiles.tile, min(size, tiles.tile)
+    before, tiles.tile = tiles.tile, min(size, tiles.tile or size)
     try:
         yield
     finally:

@@ -1,0 +1,101 @@
+"""What a prepared run does where its longest sequence does not fit: feed-forwards compute tiles, as plans say, and the
+optimizer's state goes to host memory. Neither is looked at where it fits.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.memory_ladder import TILE_TOKENS
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.profile.two_layer_profile import measure_update
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.verify.compute_settings import RECOMPUTE
+from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.trace import trace_tiles
+from lengthwise.session.calibration import measured_tiles, profile_path
+
+_log = logging.getLogger("lengthwise")
+
+FEWEST_TILES = 16
+"""Tiles of the longest sequence on each rank that shares it, at least."""
+
+
+def with_longest_fitting(
+    prepared: PreparedModel,
+    options: PrepareOptions,
+    cost: CostModel,
+    longest: int,
+    plan_with: Callable[[CostModel], Planner],
+) -> CostModel:
+    """The costs of tiles and of a state in host memory too, where a sequence of ``longest`` tokens needs them.
+
+    Every rank calls this. ``plan_with``: makes the planner under a cost model.
+
+    Raises:
+        CheckError: gradients differ in tiles.
+        InfeasibleError: the sequence fits nowhere.
+    """
+    if not isinstance(cost, DualLayerCost) or cost.holds(longest):
+        return cost
+    return _with_state_placed(prepared, options, _with_tiles(prepared, options, cost), longest, plan_with)
+
+
+def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost) -> DualLayerCost:
+    """The costs of tiles too, if modules are found that map each token by itself; these are compared with the stock
+    model in tiles, and measured in them.
+    """
+    may_compute_tiles = options.feed_forward_tile is None and not options.compile and options.recompute != "none"
+    is_in_packs = prepared.wrapped_model.by_sequence is None
+    if not may_compute_tiles or not is_in_packs:
+        return cost
+    most_degree = max(degree for degree, _ in cost.fits)
+    slots = cost.table.longest // prepared.collator.slot_tokens // most_degree // FEWEST_TILES
+    tile_tokens = cost.tile_tokens or min(TILE_TOKENS, slots)
+    if not tile_tokens:
+        return cost
+    if problem := trace_tiles(prepared):
+        _log.debug("plans have no tiles: %s", problem)
+        return cost
+    if options.check:
+        recompute = ("all",) if options.recompute == "all" else RECOMPUTE[1:]
+        degrees = sorted({1, most_degree})
+        check_exact(prepared, degrees=degrees, methods=options.sharing_methods, recompute=recompute)
+    if cost.tile_tokens:  # measured in an earlier run
+        return cost
+    rows = measured_tiles(prepared, cost.table, list(cost.fits), tile_tokens=tile_tokens)
+    table = replace(cost.table, rows=(*cost.table.rows, *rows))
+    if rows and options.cost is None and prepared.world.is_first:
+        table.save(profile_path(prepared, options))
+    return cost.with_table(table)
+
+
+def _with_state_placed(
+    prepared: PreparedModel,
+    options: PrepareOptions,
+    cost: DualLayerCost,
+    longest: int,
+    plan_with: Callable[[CostModel], Planner],
+) -> DualLayerCost:
+    """The costs, with the state in host memory where the longest sequence fits under no plan otherwise."""
+    has_host = isinstance(prepared.state, ShardedState) and cost.cluster.device.host_bytes_per_s > 0
+    if options.offload_state != "auto" or cost.state_on_host or not has_host:
+        return cost
+    try:
+        plan_with(cost)
+        return cost
+    except InfeasibleError:
+        on_host = cost.with_state_on_host()
+        plan_with(on_host)
+    if prepared.world.is_first:
+        _log.info(
+            "the longest sequence (%s tokens) does not fit beside the optimizer's state, which goes to host memory",
+            f"{longest:,}",
+        )
+    prepared.move_state_to_host()
+    return on_host.with_table(replace(on_host.table, update_s=measure_update(prepared)))
