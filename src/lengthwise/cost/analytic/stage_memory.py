@@ -160,10 +160,8 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     if layer.group_bytes:
         at_once = layer.heads_at_once * queries * (2 * master + 6 * width + 4) / degree
-        tokens = model.hidden_size * width / degree  # the output's gradient; at last also the input's, in both dtypes
-        return tokens + max(
-            layer.volume.live_bytes + at_once + layer.group_bytes, model.hidden_size * master / degree + tokens
-        )
+        tokens = model.hidden_size * width / degree  # gradients of the layer's and attention's outputs; what is added
+        return 3 * tokens + layer.volume.live_bytes + at_once + layer.group_bytes
     if layer.volume.live_bytes and layer.method is not Method.MEGATRON_TS:
         return layer.volume.live_bytes + queries * (2 * master + 6 * width + 4) / degree
     gradients = (queries * (2 * width + 4) + (2 * keys + model.hidden_size) * width) / degree
