@@ -241,8 +241,7 @@ class StepPlan:
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
                 if m.offload is not None or m.tile_tokens is not None:
                     overrides += f"{name(m.offload)}{m.tile_tokens}"
-                if m.head_groups is not None:
-                    overrides += f"g{m.head_groups}"
+                overrides += "" if m.head_groups is None else f"g{m.head_groups}"
                 overrides += f"w{_plain(m.weights_s)!r}" if m.weights_s else ""
                 if p.scheme.keep_attention or m.keep_attention is not None:
                     overrides += f"a{p.scheme.keep_attention}{m.keep_attention}"
@@ -324,6 +323,7 @@ class StepPlan:
 
 
 _OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups", "keep_attention")
+_FLAGS = ("keep_attention", "shard_gradients", "zero_bubble")
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
@@ -342,9 +342,7 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
         **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
         **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
-        **({"keep_attention": True} if scheme.keep_attention else {}),
-        **({"shard_gradients": True} if scheme.shard_gradients else {}),
-        **({"zero_bubble": True} if scheme.zero_bubble else {}),
+        **{name: True for name in _FLAGS if getattr(scheme, name)},
     }
 
 
@@ -358,9 +356,7 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         offload=tuple(bool(flag) for flag in document.get("offload", ())),
         tile_tokens=document.get("tile_tokens", 0),
         head_groups=document.get("head_groups", 1),
-        keep_attention=bool(document.get("keep_attention", False)),
-        shard_gradients=bool(document.get("shard_gradients", False)),
-        zero_bubble=bool(document.get("zero_bubble", False)),
+        **dict[str, Any]((name, bool(document.get(name))) for name in _FLAGS),
     )
 
 
@@ -369,19 +365,15 @@ def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
     return {
         "ids": list(pack.ids),
         "lengths": list(pack.lengths),
-        "padded_to": pack.padded_to,
-        "rows": pack.rows,
-        "filler": pack.filler,
+        **{name: getattr(pack, name) for name in ("padded_to", "rows", "filler")},
         "time_s": micro_batch.time_s,
         "comm_s": micro_batch.comm_s,
         "peak_bytes": micro_batch.peak_bytes,
         "methods": None if methods is None else [str(method) for method in methods],
         "recompute": None if recompute is None else [int(flag) for flag in recompute],
         **({} if micro_batch.offload is None else {"offload": [int(flag) for flag in micro_batch.offload]}),
-        **({} if micro_batch.tile_tokens is None else {"tile_tokens": micro_batch.tile_tokens}),
-        **({} if micro_batch.head_groups is None else {"head_groups": micro_batch.head_groups}),
+        **{name: int(value) for name in _OVERRIDES[3:] if (value := getattr(micro_batch, name)) is not None},
         **({"weights_s": micro_batch.weights_s} if micro_batch.weights_s else {}),
-        **({} if micro_batch.keep_attention is None else {"keep_attention": int(micro_batch.keep_attention)}),
     }
 
 

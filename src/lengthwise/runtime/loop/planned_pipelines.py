@@ -117,30 +117,35 @@ def check_executable(
                 f"{where}: pipelines[{number}] recomputes layers, which {Setting.RECOMPUTE}=none left out of the "
                 "comparison with the stock model; leave that option out, or plan without"
             )
-        tile = max((pipeline.scheme_of(m).tile_tokens for m in pipeline.micro_batches), default=0)
-        if tile and not has_tiles:
-            raise InputError(
-                f"{where}: pipelines[{number}] computes feed-forwards in tiles of {tile:,} tokens, and no module of "
-                "this model was compared in tiles; give feed_forward_tile= to prepare(...), which plans then override, "
-                "or plan without tiles"
-            )
-        groups = max((pipeline.scheme_of(m).head_groups for m in pipeline.micro_batches), default=1)
-        if groups > 1:
-            raise InputError(
-                f"{where}: pipelines[{number}] attends in {groups} groups of heads, which this library's own models "
-                "alone do; plan with head_groups=1"
-            )
-        if not keeps_attention and any(pipeline.scheme_of(m).keep_attention for m in pipeline.micro_batches):
-            raise InputError(
-                f"{where}: pipelines[{number}] keeps what attention gave in recomputed layers, and this model was not "
-                f'compared so; give {Setting.RECOMPUTE}="selective" to prepare(...), or plan with keep_attention=false'
-            )
+        _check_activations(pipeline, f"{where}: pipelines[{number}]", has_tiles, keeps_attention)
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):
             raise InputError(
                 f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: "
                 f"{', '.join(ANY_MODEL_METHODS)}"
             )
+
+
+def _check_activations(pipeline: Pipeline, where: str, has_tiles: bool, keeps_attention: bool) -> None:
+    """Raise ``InputError`` unless a third-party model can do with its activations what a pipeline says."""
+    tile = max((pipeline.scheme_of(m).tile_tokens for m in pipeline.micro_batches), default=0)
+    if tile and not has_tiles:
+        raise InputError(
+            f"{where} computes feed-forwards in tiles of {tile:,} tokens, and no module of "
+            "this model was compared in tiles; give feed_forward_tile= to prepare(...), which plans then override, "
+            "or plan without tiles"
+        )
+    groups = max((pipeline.scheme_of(m).head_groups for m in pipeline.micro_batches), default=1)
+    if groups > 1:
+        raise InputError(
+            f"{where} attends in {groups} groups of heads, which this library's own models "
+            "alone do; plan with head_groups=1"
+        )
+    if not keeps_attention and any(pipeline.scheme_of(m).keep_attention for m in pipeline.micro_batches):
+        raise InputError(
+            f"{where} keeps what attention gave in recomputed layers, and this model was not "
+            f'compared so; give {Setting.RECOMPUTE}="selective" to prepare(...), or plan with keep_attention=false'
+        )
 
 
 def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:
