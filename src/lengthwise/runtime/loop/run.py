@@ -185,8 +185,7 @@ class Run(WatchedModel):
                 f"step {self.next_step} of the corpus was given up, and comes again: go on with run.steps(), or leave "
                 "it out with its step.skip(), before run.step(items)"
             )
-        brought = bring(self.items.gather, self.next_step)
-        if brought is None:
+        if (brought := bring(self.items.gather, self.next_step)) is None:
             return None
         self._pending.bring(brought)
         return self._plan()
@@ -386,10 +385,10 @@ class Run(WatchedModel):
         """
         unchecked = "" if self.check_stages is not None else "its stages were not compared with the whole model"
         unchecked = unchecked if self.coupling is None else "coupled_loss= couples its micro-batches"
+        model, can_recompute = self.wrapped_model, self.can_recompute
         check_executable(
-            plan, self.wrapped_model.structure.num_layers, self.world.size, can_recompute=self.can_recompute,
-            stage_problem=self.stage_problem or unchecked, has_tiles=self.wrapped_model.tiles is not None,
-            keeps_attention=self.wrapped_model.layers.context is not None,
+            plan, model.structure.num_layers, self.world.size, stage_problem=self.stage_problem or unchecked,
+            has_tiles=bool(model.tiles), can_recompute=can_recompute, keeps_attention=bool(model.layers.context),
         )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
