@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -148,10 +148,7 @@ class DualLayerCost(SeparableCost):
 
     def with_table(self, table: LayerTable) -> "DualLayerCost":
         """Return the same costs of another profile of the model."""
-        return DualLayerCost(
-            table, cluster=self.cluster, gather=self.gather, state_on_host=self.state_on_host,
-            narrow_gradients=self.narrow_gradients,
-        )  # fmt: skip
+        return self._changed(table=table)
 
     @property
     def tile_tokens(self) -> int:
@@ -161,16 +158,15 @@ class DualLayerCost(SeparableCost):
     def with_state_on_host(self) -> "DualLayerCost":
         """Return the same costs with master weights and optimizer in host memory, but for the seconds of an update."""
         gather = None if self.gather is None else replace(self.gather, state_on_host=True)
-        return DualLayerCost(
-            self.table, cluster=self.cluster, gather=gather, state_on_host=True, narrow_gradients=self.narrow_gradients
-        )
+        return self._changed(gather=gather, state_on_host=True)
 
     def with_gather(self, gather: LayerGatherCost) -> "DualLayerCost":
         """Return the same costs where weights are gathered."""
-        return DualLayerCost(
-            self.table, cluster=self.cluster, gather=gather, state_on_host=self.state_on_host,
-            narrow_gradients=self.narrow_gradients,
-        )  # fmt: skip
+        return self._changed(gather=gather)
+
+    def _changed(self, **changes: Any) -> "DualLayerCost":
+        same = {name: getattr(self, name) for name in ("cluster", "gather", "state_on_host", "narrow_gradients")}
+        return DualLayerCost(**{"table": self.table, **same, **changes})
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C, on the stage it costs most; c left out.
