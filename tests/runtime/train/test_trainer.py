@@ -15,6 +15,7 @@ from lengthwise.config.run_config import check
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.zero_bubble import splits
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint, checkpoint_files
@@ -208,13 +209,15 @@ def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp
 
 
 def passes_of(plan) -> set[tuple[int, str]]:
-    """A forward and a backward of every micro-batch on every rank of its pipeline; its name is its number there."""
+    """The passes of every micro-batch on every rank of its pipeline; its name is its number there."""
     return {
-        (rank, f"{direction} {number}")
+        (rank, f"{name} {number}")
         for pipeline in plan.pipelines
         for number in range(len(pipeline.micro_batches))
-        for rank in pipeline.ranks
-        for direction in ("forward", "backward")
+        for stage in range(pipeline.scheme.num_stages)
+        for rank in pipeline.ranks_of(stage)
+        for name in ("forward", "backward", "weights")
+        if name != "weights" or splits(pipeline, stage, number)
     }
 
 

@@ -52,10 +52,13 @@ class AttentionWeights(LayerWeights):
     """[E]"""
 
     def project(
-        self, x_tD: Tensor, tables: Tables | None, products: Products = WHOLE_BACKWARDS
+        self, x_tD: Tensor, tables: Tables | None, products: Products | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of (normed) tokens, with weights that are held whole."""
-        return self.heads(products.linear(x_tD, self.qkv, self.qkv_bias), tables)
+        """Queries, keys and values of (normed) tokens, with weights that are held whole; ``products``: None in compiled
+        code, which cannot hold one.
+        """
+        linear = F.linear if products is None else products.linear
+        return self.heads(linear(x_tD, self.qkv, self.qkv_bias), tables)
 
     def heads(self, qkv_tE: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[t, N, H]``, keys and values ``[t, K, H]`` of a projection; rotated, if there are ``tables``."""
@@ -166,8 +169,12 @@ def attend_in(view: AttentionView, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) 
     return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)[places]
 
 
-def feed_forward(x_tD: Tensor, weights: FfnWeights, products: Products = WHOLE_BACKWARDS) -> Tensor:
-    """``activation(x up^T + bias) down``, or SwiGLU (Shazeer 2020): ``(silu(x gate^T) * (x up^T)) down``."""
-    gate_tF = None if weights.gate is None else products.linear(x_tD, weights.gate)
-    active_tF = weights.activate(products.linear(x_tD, weights.up, weights.up_bias), gate_tF)
-    return products.matmul(active_tF, weights.down)
+def feed_forward(x_tD: Tensor, weights: FfnWeights, products: Products | None = None) -> Tensor:
+    """``activation(x up^T + bias) down``, or SwiGLU (Shazeer 2020): ``(silu(x gate^T) * (x up^T)) down``.
+
+    ``products``: None in compiled code, which cannot hold one.
+    """
+    linear, matmul = (F.linear, Tensor.matmul) if products is None else (products.linear, products.matmul)
+    gate_tF = None if weights.gate is None else linear(x_tD, weights.gate)
+    active_tF = weights.activate(linear(x_tD, weights.up, weights.up_bias), gate_tF)
+    return matmul(active_tF, weights.down)
