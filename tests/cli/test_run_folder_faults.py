@@ -288,7 +288,7 @@ def test_a_folder_in_use_is_refused_to_all_others_until_it_is_removed_under_its_
     code, printed = run.end()
     assert code == 1 and "Traceback" not in printed
     told = ("was removed while the run wrote to it", "is gone, and its checkpoints with it", "Once the cause is gone")
-    assert any(words in printed for words in told)  # the last: removed between a failed write and a look at what is left
+    assert any(words in printed for words in told)
     assert not run.folder.path.exists()
 
 
