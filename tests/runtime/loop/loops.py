@@ -12,7 +12,6 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify.stage_check import check_stages
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop import memory_runs
@@ -34,7 +33,6 @@ def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0, loss_scale=scale),
         lr=lambda step: lr, clip_norm=0.0, num_steps=num_steps,
     )  # fmt: skip
-    trace_model(run)
     run.check_stages = partial(check_stages, run)
     if by_layer:
         run.gather_by_layer()

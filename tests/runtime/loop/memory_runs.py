@@ -152,10 +152,14 @@ TRAINED = {
 
 
 def run_of(wrapped_model, world, *, collator, optimizer, seed=0, by_layer=False, **options) -> Run:
-    """A run over a model that is prepared for it, as ``prepare`` makes both; ``by_layer``: by shares from the start."""
+    """A run over a model that is prepared for it and traced, as ``prepare`` makes both.
+
+    ``by_layer``: by shares from the start.
+    """
     prepared = PreparedModel.with_optimizer(
         wrapped_model, world, collator=collator, optimizer=optimizer, seed=seed, by_layer=by_layer
     )
+    trace_model(prepared)
     return Run(prepared, **options)
 
 
@@ -184,7 +188,6 @@ def train(
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
-    trace_model(run)
     run.check_stages = partial(check_stages, run)
     if by_layer:
         run.gather_by_layer()

@@ -12,7 +12,6 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.profile.probes import LoopbackGroup
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import current
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -135,7 +134,7 @@ def refuse(batch: object) -> None:
 
 def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Run:
     """A run before its first step."""
-    run = run_of(
+    return run_of(
         WrappedModel(model.to(dtype)),
         start_world("cpu"),
         stream=None,  # type: ignore[arg-type]
@@ -145,8 +144,6 @@ def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Run:
         lr=lambda step: 0.1,
         num_steps=1,
     )
-    trace_model(run)
-    return run
 
 
 def llama(num_layers: int = LAYERS) -> nn.Module:

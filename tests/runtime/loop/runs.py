@@ -25,7 +25,6 @@ from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.stage_check import check_stages
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -214,7 +213,6 @@ def prepared(
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
         by_layer=by_layer,
     )  # fmt: skip
-    trace_model(run)
     run.check_stages = partial(check_stages, run)
     if COMPARES:
         methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))

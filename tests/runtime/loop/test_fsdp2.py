@@ -11,7 +11,6 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify.gradient_check import check_exact
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on, run_of
@@ -39,7 +38,6 @@ def train(degree, is_wrapped, dtype=torch.float64):
     torch.manual_seed(0)
     model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
     run = make_run(model, world, degree)
-    trace_model(run)
     check_exact(run)
     losses = []
     for step in run.steps():

@@ -11,7 +11,6 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import LENGTHS, VOCABULARY, Model, Source, Stream, plan_on, run_of
@@ -22,14 +21,12 @@ IGNORED = -100
 def make_run(*, degree=1, labels=None, clip_norm=0.0, num_steps=1):
     world = start_world("cpu")
     torch.manual_seed(0)
-    run = run_of(
+    return run_of(
         WrappedModel(Model().double()), world, stream=Stream(), planner=plan_on(world.size, degree, 0),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: 1.0,
         clip_norm=clip_norm, num_steps=num_steps,
     )  # fmt: skip
-    trace_model(run)
-    return run
 
 
 def compute(run, step):

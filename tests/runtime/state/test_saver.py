@@ -151,3 +151,30 @@ def _check_failure(path, rank, where):
 
 def _no_space(*arguments, **options):
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_nothing_is_written_in_the_place_of_a_folder_that_is_removed_while_a_checkpoint_is_written(
+    ranks, tmp_path, num_ranks
+):
+    ranks(num_ranks).run(_check_removed, str(tmp_path))
+
+
+def _check_removed(path):
+    _, state = trained(steps=1)
+    run = Path(path) / "run"
+    if local_world().is_first:
+        run.mkdir()
+    writer, check_shared = CheckpointSaver(run / "checkpoints", state, keep=1), saver.check_shared
+
+    def checked_and_removed(*arguments, is_first):
+        check_shared(*arguments, is_first=is_first)
+        if is_first:
+            run.rename(Path(path) / "trash")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "check_shared", checked_and_removed)
+        with pytest.raises(LengthwiseError, match="is gone, and its checkpoints with it"):
+            writer.save({"step": 1}, wait=True)
+    assert not run.exists()
+    writer.close()

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.verify import first_difference
 from lengthwise.runtime.verify.first_difference import DIFFERS, locate_difference
-from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import run_of
@@ -86,13 +85,11 @@ class Model(nn.Module):
 
 def traced(model, lengths):
     case = Case(build=lambda: model, **LOGITS)
-    run = run_of(
+    return run_of(
         WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
         collator=PackCollator(source=Source(lengths), objective=case.objective), optimizer=DENSE, lr=lambda step: 1.0,
         num_steps=1,
     )  # fmt: skip
-    trace_model(run)
-    return run
 
 
 def located(build, lengths=(3, 5), alone=False):

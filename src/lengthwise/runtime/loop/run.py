@@ -95,9 +95,9 @@ class Run(WatchedModel):
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
-        self.coupling, self.check_stages, self._checked_cuts = coupling, check_stages, set[tuple[int, ...]]()
+        self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self._readers, self.collator = read_with_workers(self.collator, workers)
-        self._items, self._corpus_collator, self._step_collator = items, self.collator, self.collator
+        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
@@ -238,8 +238,6 @@ class Run(WatchedModel):
     def _plan(self) -> Step:
         """Plan and begin the step of the batch that is pending, or the next one of the corpus."""
         pending, clock = self._pending, StepClock(self.world)
-        if self.collator is not self._step_collator:  # what a trace of the model found out is in it
-            self._corpus_collator = self.collator
         pending.draw()
         pending.count_attempt(self.next_step, self._last_failure)
         ACTIVITY.begin("plan", step=self.next_step)
@@ -249,7 +247,7 @@ class Run(WatchedModel):
             cut = self._ahead.plan_of_taken(planner) or pending.plan(plan_units, self._corpus_collator)
         cut.plan.check_covers(cut.batch)
         sync_step(cut.plan, clock, self.parameters.problem())
-        self.collator = self._step_collator = pending.collator(cut, self._items, self._corpus_collator)
+        self.collator = pending.collator(cut, self._items, self._corpus_collator)
         return self.begin_step(cut.plan, clock, attempt=pending.attempt)
 
     def _plan_units(self, planner: Planner, batch: GlobalBatch, tree_of: TreeOf) -> CutPlan:

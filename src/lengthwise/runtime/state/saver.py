@@ -6,6 +6,7 @@ first rank's gives the checkpoint its name when all have finished.
 """
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,8 +62,21 @@ class HostGroup:
         dist.destroy_process_group(self.handle)
 
 
+class _PresentFolders(FileSystem):
+    """Makes no parents of a folder: where somebody removed that of a run, nothing is written in its place."""
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a folder, unless it is there."""
+        Path(path).mkdir(exist_ok=True)
+
+
 class _Writer(dcp.FileSystemWriter):
     """Checkpoint writer that raises the disk's error, where torch's error hides it behind file positions."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: the folder that the files come to."""
+        super().__init__(path, per_thread_copy_ahead=0)  # everything is in host memory already
+        self.fs = _PresentFolders()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors."""
@@ -171,8 +186,7 @@ def _write(
     _first_does(lambda: files.begin(folder, name), group, world)
     check_shared(partial, group.gather, is_first=world.is_first)
     tensors = {key: content.on(group.mesh) for key, content in shares.items()}
-    writer = _Writer(partial, per_thread_copy_ahead=0)  # everything is in host memory already
-    dcp.save(tensors, storage_writer=writer, process_group=group.handle)
+    dcp.save(tensors, storage_writer=_Writer(partial), process_group=group.handle)
     outcomes = group.gather(_tried(lambda: _digests(partial, world)))
     document = {**document, "files": _joined(outcomes)}
     neighbour = outcomes[(world.rank + 1) % world.size][0] if world.size > 1 else {}
