@@ -60,10 +60,11 @@ class PlanConfig(PolicySettings):
     tile_tokens: int | None = Field(default=None, ge=0, le=1 << 30)
     """Tokens that a rank's feed-forwards compute at a time, again in the backward; 0: all; none: all, and 4096 where
     that pays or longer sequences need it. (prepare has feed_forward_tile.)"""
-    shard_gradients: ShardGradients = "none"
+    shard_gradients: ShardGradients = "auto"
     """Gradient sharding, as ZeRO stage 2 does it within a pipeline stage: whether ranks that share a layer with whole
     weights reduce-scatter its gradients in every backward and keep a share of them; auto: where longer micro-batches
-    gain more than that costs; all: wherever several ranks share whole weights. (prepare has weights="by-layer".)"""
+    gain more than that costs, not in models that transformers computes; all: wherever several ranks share whole
+    weights; none: nowhere. (prepare has weights="by-layer".)"""
     zero_bubble: ZeroBubbleName = "none"
     """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
     compute gradients of weights where they would wait, in the memory of 1F1B; none: all pipelines run 1F1B; auto:

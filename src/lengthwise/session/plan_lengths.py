@@ -77,7 +77,7 @@ def plan(
         methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
-        shard_gradients: over the ranks that share whole weights: "none" (the default), "auto", where it pays, or "all".
+        shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
         zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
@@ -143,7 +143,7 @@ def comparison_of(
         methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
         recompute=RecomputeMode(options.get("recompute", "auto")),
         offload=OffloadMode(options.get("offload", "auto")),
-        shard_gradients=GradientSharding(options.get("shard_gradients", "none")),
+        shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
     )
     with errors_spelt(spelling):

@@ -30,7 +30,7 @@ class StockLayers:
 def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareOptions:
     """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
     plan = config.plan
-    if plan.shard_gradients != "none":
+    if plan.shard_gradients == "all":
         raise InputError(
             f"plan.shard_gradients={plan.shard_gradients}: {stock.architecture} is computed by transformers, whose "
             "gradients are kept whole; leave it out, or set model.implementation=lengthwise where this library has the "
@@ -80,6 +80,7 @@ def stock_planner(
         "methods": None,
         "max_stages": max_stages,
         "max_degree": options.max_degree,
+        "shard_gradients": "none",
     }
     return make_planner(
         config.model_copy(

@@ -75,23 +75,39 @@ def test_shares_are_pushed_with_fewer_bytes_where_pipelines_span_nodes_and_switc
     assert COST.switch_s(before, after) == pushed_s > 0 == COST.switch_s(before, before)
 
 
-def problem_of(mode, max_length):
+def problem_of(mode, model="llama-13b", max_length=60_000):
+    spec = model_preset(model)
     return make_problem(
-        COST, cluster=CLUSTER, num_layers=MODEL.num_layers, max_length=max_length,
+        AnalyticCost(model=spec, cluster=CLUSTER), cluster=CLUSTER, num_layers=spec.num_layers, max_length=max_length,
         search_space=SearchSpace(max_stages=2, shard_gradients=mode),
     )  # fmt: skip
 
 
 def test_sharded_gradients_join_where_they_pay_and_leave_all_else_as_it_was():
-    none, auto, every = (problem_of(mode, 60_000) for mode in GradientSharding)
+    none, auto, every = map(problem_of, GradientSharding)
     assert not any(candidate.scheme.shard_gradients for candidate in none.candidates)
-    assert {c.scheme for c in none.candidates} <= {c.scheme for c in auto.candidates}
     families = {c.family[:3] for c in auto.candidates if c.scheme.shard_gradients}
     assert 0 < len(families) < len({c.family for c in none.candidates})
     assert all(
         c.scheme.shard_gradients == (c.scheme.degree > 1 and c.scheme.weights == "whole") for c in every.candidates
     )
-    assert problem_of(GradientSharding.AUTO, 2_000).candidates[-1].scheme.shard_gradients is False
+    assert [c.scheme for c in none.candidates] == [c.scheme for c in auto.candidates if not c.scheme.shard_gradients]
+
+
+@pytest.mark.parametrize("max_length", [2_000, 60_000])
+def test_where_other_schemes_are_as_fast_nothing_joins(max_length):
+    """A 7B has room for whole gradients on one device, and longer sequences on more of them."""
+    auto = problem_of(GradientSharding.AUTO, "llama-7b", max_length)
+    assert not any(candidate.scheme.shard_gradients for candidate in auto.candidates)
+    every = problem_of(GradientSharding.ALL, "llama-7b", max_length)
+    assert any(candidate.scheme.shard_gradients for candidate in every.candidates)
+
+
+def test_they_join_where_nothing_else_holds_the_longest_sequence():
+    none = problem_of(GradientSharding.NONE)
+    longest = max(candidate.max_tokens for candidate in none.candidates)
+    auto = problem_of(GradientSharding.AUTO, max_length=longest + 1)
+    assert max(candidate.max_tokens for candidate in auto.candidates) > longest
 
 
 def test_plans_with_sharded_gradients_are_faster_and_simulated_as_priced():

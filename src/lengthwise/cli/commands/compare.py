@@ -38,7 +38,7 @@ def run(
     methods: shared.Methods = None,
     recompute: its.Recompute = RecomputeMode.AUTO,
     offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
-    shard_gradients: its.ShardGradients = its.GradientSharding.NONE,
+    shard_gradients: its.ShardGradients = its.GradientSharding.AUTO,
     zero_bubble: its.ZeroBubbleOption = its.ZeroBubble.NONE,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,

@@ -150,6 +150,7 @@ def ladder_candidates(
     has_host: bool = True,
     tile_tokens: int = TILE_TOKENS,
     recomputed: float | None = None,
+    beside: Sequence[Candidate] = (),
 ) -> tuple[Candidate, ...]:
     """What joins ``candidates``, which were made of ``schemes``.
 
@@ -166,6 +167,7 @@ def ladder_candidates(
         has_host: whether devices can put anything into host memory.
         tile_tokens: of a feed-forward's tile; 0: no tiles.
         recomputed: the share of layers that every scheme recomputes; None: any.
+        beside: other candidates of the search space.
     """
     families = _families(schemes, candidates)
     asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
@@ -178,7 +180,7 @@ def ladder_candidates(
 
     added: dict[Candidate, None] = {}
     for scheme, members in families.values():
-        smaller = [candidate for candidate in candidates if _is_within(candidate.scheme, scheme)]
+        smaller = [candidate for candidate in (*candidates, *beside) if _is_within(candidate.scheme, scheme)]
         for shares, hosts, tiles in product(asked, {has_host, False}, {tile_tokens, 0}):
             is_any = len(shares) > 1
             of_shares = [candidate for candidate in members if is_any or _share(candidate.scheme) in shares]

@@ -169,8 +169,9 @@ def make_problem(
     Raises:
         InfeasibleError: under no scheme does even the model state fit.
     """
+    samples = tuple(samples)
     schemes, candidates = _schemes_and_candidates(
-        (cost,) if spare is None else (cost, spare), cluster, num_layers, max_length, search_space, token_limit
+        (cost,) if spare is None else (cost, spare), cluster, num_layers, max_length, search_space, token_limit, samples
     )
     if not candidates:
         _refuse(schemes, cost, cluster, search_space)
@@ -181,7 +182,7 @@ def make_problem(
         memory_bytes=cluster.device.memory_bytes,
         host_memory_bytes=cluster.device.host_memory_bytes,
         max_length=max_length,
-        samples=tuple(samples),
+        samples=samples,
     )
 
 
@@ -197,6 +198,7 @@ def _schemes_and_candidates(
     max_length: int,
     search_space: SearchSpace,
     token_limit: int | None,
+    samples: Sequence[np.ndarray],
 ) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
     """The schemes and candidates under the first cost under which the longest sequence fits, first with all heads at
     once, then in groups of heads; else those that hold the most tokens: where all refuse, the limit that is told is the
@@ -205,7 +207,7 @@ def _schemes_and_candidates(
     best: tuple[list[PipelineConfig], tuple[Candidate, ...]] = [], ()
     tried = []
     for cost in costs:
-        made = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit)
+        made = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit, samples)
         tried.append((cost, *made))
         if not tried[1:] or most_tokens(made[1]) > most_tokens(best[1]):
             best = made
@@ -247,35 +249,51 @@ def _candidates(
     max_length: int,
     search_space: SearchSpace,
     token_limit: int | None,
+    samples: Sequence[np.ndarray],
 ) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
     """The schemes of the search space, offload and tiles left out, and the candidates with them, under ``cost``."""
     make = partial(make_candidates, cost=cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    add_rungs = partial(
+        _rungs, cost=cost, cluster=cluster, max_length=max_length, search_space=search_space, token_limit=token_limit
+    )
     schemes = search_space.schemes(num_layers, cluster)
     candidates = make(schemes)
     if search_space.methods is None and most_tokens(candidates) < max_length:
         schemes = search_space.widest.schemes(num_layers, cluster)
         candidates = make(schemes)
+    plain, candidates = candidates, candidates + add_rungs(schemes, candidates)
     if search_space.shard_gradients is GradientSharding.AUTO:
-        more, paying = paying_schemes(schemes, candidates, make, max_length=max_length)
-        schemes, candidates = schemes + more, candidates + paying
-    candidates = with_fewest_recomputed(
-        candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
-    )
-    if search_space.recompute is RecomputeMode.AUTO:
-        candidates += selective_candidates(
-            schemes, candidates, cost, num_devices=cluster.num_devices, max_length=max_length, token_limit=token_limit
+        more, paying = paying_schemes(
+            schemes, candidates, make, num_devices=cluster.num_devices, max_length=max_length, samples=samples
         )
-    if search_space.offload is not OffloadMode.ALL:
-        candidates += ladder_candidates(
-            schemes,
-            candidates,
-            cost,
-            num_devices=cluster.num_devices,
-            max_length=max_length,
-            token_limit=token_limit,
-            **search_space.rungs_on(cluster),
-        )
+        schemes, candidates = schemes + more, candidates + paying + add_rungs(more, paying, beside=plain)
     return schemes, with_split_backwards(candidates, search_space.zero_bubble)
+
+
+def _rungs(
+    schemes: Sequence[PipelineConfig],
+    candidates: tuple[Candidate, ...],
+    beside: tuple[Candidate, ...] = (),
+    *,
+    cost: CostModel,
+    cluster: ClusterSpec,
+    max_length: int,
+    search_space: SearchSpace,
+    token_limit: int | None,
+) -> tuple[Candidate, ...]:
+    """What joins ``candidates``, which were made of ``schemes``: finer recompute, offload, tiles, selective recompute.
+
+    ``beside``: other candidates of the search space.
+    """
+    options: dict[str, Any] = {
+        "num_devices": cluster.num_devices, "max_length": max_length, "token_limit": token_limit,
+    }  # fmt: skip
+    joined = with_fewest_recomputed(candidates, cost, **options)
+    if search_space.recompute is RecomputeMode.AUTO:
+        joined += selective_candidates(schemes, joined, cost, **options)
+    if search_space.offload is not OffloadMode.ALL:
+        joined += ladder_candidates(schemes, joined, cost, **options, beside=beside, **search_space.rungs_on(cluster))
+    return joined[len(candidates) :]
 
 
 def _refuse(

@@ -1,16 +1,23 @@
 """Further schemes whose stages shard the gradients of whole weights, where that pays.
 
 They hold longer packs and recompute less, and send the gradients of every micro-batch. They join the search space where
-one of them is faster, at some length, than all of the same degree, stages and method that keep whole gradients.
+typical steps become faster by them: than under all schemes that keep whole gradients, of whatever degree, stages and
+method, or under the fastest equal pipelines of one of these. Where they do not, they would lengthen the search alone.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+import numpy as np
+
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
+from lengthwise.plan.space.balanced_steps import BalancedSteps
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import FastestOfFamily, family_of
+
+PAYS = 0.005
+"""Share of the seconds of typical steps that sharded gradients have to save."""
 
 
 class GradientSharding(StrEnum):
@@ -36,19 +43,43 @@ def paying_schemes(
     candidates: Sequence[Candidate],
     make: Callable[[Sequence[PipelineConfig]], tuple[Candidate, ...]],
     *,
+    num_devices: int,
+    max_length: int,
+    samples: Sequence[np.ndarray],
+) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
+    """The schemes with sharded gradients of those families by which typical steps become faster, and their candidates.
+
+    ``schemes`` keep whole gradients, ``candidates`` are all that do, ``make`` makes more. Where nothing holds the
+    longest sequence otherwise, those join that do.
+    """
+    more, others = _sharded_families(schemes, candidates, make, max_length=max_length)
+    if not others:
+        return [], ()
+    longest = min(max_length, max(candidate.max_tokens for candidate in (*candidates, *others)))
+    steps = BalancedSteps(samples, num_devices=num_devices, longest=longest)
+    whole = steps.under(candidates)
+    every = whole.merged(steps.under(others))
+    saves = (seconds(every) < (1 - PAYS) * seconds(whole) for seconds in (steps.mixed_s, steps.equal_s))
+    return (more, others) if any(saves) else ([], ())
+
+
+def _sharded_families(
+    schemes: Sequence[PipelineConfig],
+    candidates: Sequence[Candidate],
+    make: Callable[[Sequence[PipelineConfig]], tuple[Candidate, ...]],
+    *,
     max_length: int,
 ) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
-    """The schemes with sharded gradients of those families where they pay, and their candidates.
-
-    ``schemes`` keep whole gradients, ``candidates`` are those of them that hold something, ``make`` makes more.
+    """The schemes with sharded gradients, and their candidates, of families in which one of these is faster at some
+    length than all that keep whole gradients.
     """
     families: dict[object, tuple[list[PipelineConfig], list[Candidate]]] = {}
     for scheme in schemes:
         if can_shard(scheme):
             families.setdefault(family_of(scheme), ([], []))[0].append(sharded(scheme))
     for candidate in candidates:
-        if can_shard(candidate.scheme):
-            families[family_of(candidate.scheme)][1].append(candidate)
+        if (family := family_of(candidate.scheme)) in families:
+            families[family][1].append(candidate)
     joined: list[PipelineConfig] = []
     made: list[Candidate] = []
     for of_family, members in families.values():
