@@ -130,12 +130,13 @@ def selective_candidates(
 def _families(
     schemes: Iterable[PipelineConfig], candidates: Iterable[Candidate]
 ) -> dict[object, tuple[PipelineConfig, list[Candidate]]]:
-    """A scheme of each family, and the candidates of it."""
+    """One of the schemes for each of their families, and the candidates of it."""
     families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
     for scheme in schemes:
         families.setdefault(family_of(scheme), (scheme, []))
     for candidate in candidates:
-        families[family_of(candidate.scheme)][1].append(candidate)
+        if (family := family_of(candidate.scheme)) in families:
+            families[family][1].append(candidate)
     return families
 
 
@@ -150,7 +151,6 @@ def ladder_candidates(
     has_host: bool = True,
     tile_tokens: int = TILE_TOKENS,
     recomputed: float | None = None,
-    beside: Sequence[Candidate] = (),
 ) -> tuple[Candidate, ...]:
     """What joins ``candidates``, which were made of ``schemes``.
 
@@ -158,8 +158,8 @@ def ladder_candidates(
     under less recompute, without a host or without tiles joins it too: a larger search space has what a smaller has.
 
     Args:
-        schemes: the search space without offload and tiles; those that hold nothing included.
-        candidates: those that hold something.
+        schemes: the families' schemes without offload and tiles; those that hold nothing included.
+        candidates: those that hold something, and what other families have.
         cost: prices the schemes.
         num_devices: of the cluster.
         max_length: the longest sequence of the run, in tokens.
@@ -167,7 +167,6 @@ def ladder_candidates(
         has_host: whether devices can put anything into host memory.
         tile_tokens: of a feed-forward's tile; 0: no tiles.
         recomputed: the share of layers that every scheme recomputes; None: any.
-        beside: other candidates of the search space.
     """
     families = _families(schemes, candidates)
     asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
@@ -180,7 +179,7 @@ def ladder_candidates(
 
     added: dict[Candidate, None] = {}
     for scheme, members in families.values():
-        smaller = [candidate for candidate in (*candidates, *beside) if _is_within(candidate.scheme, scheme)]
+        smaller = [candidate for candidate in candidates if _is_within(candidate.scheme, scheme)]
         for shares, hosts, tiles in product(asked, {has_host, False}, {tile_tokens, 0}):
             is_any = len(shares) > 1
             of_shares = [candidate for candidate in members if is_any or _share(candidate.scheme) in shares]

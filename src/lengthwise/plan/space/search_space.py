@@ -292,7 +292,7 @@ def _rungs(
     if search_space.recompute is RecomputeMode.AUTO:
         joined += selective_candidates(schemes, joined, cost, **options)
     if search_space.offload is not OffloadMode.ALL:
-        joined += ladder_candidates(schemes, joined, cost, **options, beside=beside, **search_space.rungs_on(cluster))
+        joined += ladder_candidates(schemes, joined + beside, cost, **options, **search_space.rungs_on(cluster))
     return joined[len(candidates) :]
 
 

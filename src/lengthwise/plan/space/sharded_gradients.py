@@ -57,9 +57,9 @@ def paying_schemes(
         return [], ()
     longest = min(max_length, max(candidate.max_tokens for candidate in (*candidates, *others)))
     steps = BalancedSteps(samples, num_devices=num_devices, longest=longest)
-    whole = steps.under(candidates)
-    every = whole.merged(steps.under(others))
-    saves = (seconds(every) < (1 - PAYS) * seconds(whole) for seconds in (steps.mixed_s, steps.equal_s))
+    without = steps.under(candidates)
+    with_others = without.merged(steps.under(others))
+    saves = (total_s(with_others) < (1 - PAYS) * total_s(without) for total_s in (steps.mixed_s, steps.equal_s))
     return (more, others) if any(saves) else ([], ())
 
 
