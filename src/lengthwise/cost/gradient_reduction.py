@@ -7,6 +7,8 @@ and the first layer, or a later stage's first two layers, are waited for.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from lengthwise.core.parameter_shapes import stage_unit_sizes, unit_size
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -33,6 +35,10 @@ class ReductionTime:
     def late_s(self, cover_s: float) -> float:
         """Seconds that are exposed beyond :attr:`least_s` where the backward computes for ``cover_s``."""
         return (1.0 - self.slowdown) * max(0.0, self.whole_s - self.last_s - cover_s)
+
+    def each_late_s(self, covers_s: np.ndarray) -> np.ndarray:
+        """:meth:`late_s` of several micro-batches."""
+        return (1.0 - self.slowdown) * np.maximum(0.0, self.whole_s - self.last_s - covers_s)
 
 
 def whole_units(model: ModelSpec, scheme: PipelineConfig, stage: int) -> tuple[float, float, float]:

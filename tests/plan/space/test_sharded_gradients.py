@@ -15,10 +15,15 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.links import LINK_EFFICIENCY, call_s
 from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.weight_shards import held_params
+from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.uniform.tune import tuning_batches
 from lengthwise.sim.engine import simulate
 
+SAME = 1 + 1e-9
+"""Rounding of sums."""
 MODEL, CLUSTER = model_preset("llama-7b"), cluster_preset("2x8xH100-80GB")
 COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
 
@@ -75,12 +80,21 @@ def test_shares_are_pushed_with_fewer_bytes_where_pipelines_span_nodes_and_switc
     assert COST.switch_s(before, after) == pushed_s > 0 == COST.switch_s(before, before)
 
 
-def problem_of(mode, model="llama-13b", max_length=60_000):
+def problem_of(mode, model="llama-13b", max_length=60_000, samples=()):
     spec = model_preset(model)
     return make_problem(
         AnalyticCost(model=spec, cluster=CLUSTER), cluster=CLUSTER, num_layers=spec.num_layers, max_length=max_length,
-        search_space=SearchSpace(max_stages=2, shard_gradients=mode),
+        search_space=SearchSpace(max_stages=2, shard_gradients=mode), samples=samples,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def typical_problems():
+    """Without and with sharded gradients, of batches of web text."""
+    lengths = np.minimum(synthetic_lengths("commoncrawl", 400), 16_384)
+    samples = [lengths[number::4] for number in range(4)]
+    modes = GradientSharding.NONE, GradientSharding.AUTO
+    return [problem_of(mode, max_length=16_384, samples=samples) for mode in modes]
 
 
 def test_sharded_gradients_join_where_they_pay_and_leave_all_else_as_it_was():
@@ -108,6 +122,16 @@ def test_they_join_where_nothing_else_holds_the_longest_sequence():
     longest = max(candidate.max_tokens for candidate in none.candidates)
     auto = problem_of(GradientSharding.AUTO, max_length=longest + 1)
     assert max(candidate.max_tokens for candidate in auto.candidates) > longest
+
+
+@pytest.mark.parametrize("policy", ["padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra"])
+def test_no_baseline_is_slower_for_them_on_the_batches_that_it_is_tuned_on(typical_problems, policy):
+    times_s = []
+    for problem in typical_problems:
+        plans = map(Planner(policy=policy, problem=problem), (priced.batch for priced in tuning_batches(problem)))
+        times_s.append(sum(plan.time_s for plan in plans))
+    assert any(candidate.scheme.shard_gradients for candidate in typical_problems[1].candidates)
+    assert times_s[1] <= times_s[0] * SAME
 
 
 def test_plans_with_sharded_gradients_are_faster_and_simulated_as_priced():

@@ -9,7 +9,8 @@ sequences; and where buckets do not fit side by side, the step has phases: weigh
 freely within it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, islice, pairwise
@@ -29,6 +30,7 @@ from lengthwise.plan.space.candidate import Candidate, reach_in_words
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, strategy_of, time_s
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.uniform.tune import fastest, tuning_batches
 
 MOST_PHASES = 3
 DEALS = 6
@@ -48,12 +50,19 @@ def prepare_inter(problem: PlanningProblem) -> "DcpPolicy":
     Raises:
         InfeasibleError: no candidates of one stage hold the longest sequence and tile the cluster.
     """
-    candidates = usable_candidates(problem)
+    return _fastest(problem, _of_fewest_recomputed)
+
+
+def _of_fewest_recomputed(problem: PlanningProblem, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    """Those candidates that recompute one number of layers, the least that does; all, if there is none.
+
+    There may be none that holds the longest sequence on degrees that tile the cluster.
+    """
     for layers in sorted({candidate.scheme.num_recomputed for candidate in candidates}):
         candidates_of_level = [candidate for candidate in candidates if candidate.scheme.num_recomputed == layers]
         if _suffice(candidates_of_level, problem):
-            return DcpPolicy(problem, tuple(candidates_of_level))
-    return DcpPolicy(problem, tuple(candidates))  # no one number holds it on degrees that tile the cluster
+            return candidates_of_level
+    return candidates
 
 
 def prepare_intra(problem: PlanningProblem) -> "DcpPolicy":
@@ -62,16 +71,37 @@ def prepare_intra(problem: PlanningProblem) -> "DcpPolicy":
     Raises:
         InfeasibleError: no candidates of one stage hold the longest sequence and tile the cluster.
     """
-    return DcpPolicy(problem, tuple(usable_candidates(problem)))
+    return _fastest(problem, lambda _, candidates: candidates)
 
 
-def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
+def _fastest(
+    problem: PlanningProblem, choose: Callable[[PlanningProblem, Sequence[Candidate]], Sequence[Candidate]]
+) -> "DcpPolicy":
+    """The policy of all usable candidates, or of those that keep whole gradients, whichever is faster on the samples.
+
+    Degrees and batch sizes are chosen bucket by bucket, by throughput, so that more candidates may make steps slower.
+    """
+    pools = [usable_candidates(problem)]
+    if any(candidate.scheme.shard_gradients for candidate in pools[0]):
+        with suppress(InfeasibleError):
+            pools.append(usable_candidates(problem, shards_gradients=False))
+    policies = [DcpPolicy(problem, tuple(choose(problem, pool))) for pool in pools]
+    return policies[0] if len(policies) == 1 else fastest(policies, tuning_batches(problem))
+
+
+def usable_candidates(problem: PlanningProblem, *, shards_gradients: bool = True) -> list[Candidate]:
     """The candidates of one stage with whole weights; of any weights, if those do not hold the longest sequence.
+
+    ``shards_gradients``: also those that shard gradients.
 
     Raises:
         InfeasibleError: they do not either, or their degrees cannot tile the cluster.
     """
-    single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
+    single = [
+        candidate
+        for candidate in problem.candidates
+        if candidate.num_stages == 1 and (shards_gradients or not candidate.scheme.shard_gradients)
+    ]
     for usable in ([candidate for candidate in single if candidate.scheme.weights is WeightPlacement.WHOLE], single):
         if _suffice(usable, problem):
             return usable

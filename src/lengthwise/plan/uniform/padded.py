@@ -65,6 +65,10 @@ def _dealt_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> np.ndar
         counts, lengths = np.full_like(counts, size), np.full_like(lengths, priced.lengths.max())
     overheads = counts if priced.problem.overhead_per_sequence else 1
     times_s = candidate.times_s(lengths) * counts + candidate.overhead_s * overheads
+    if candidate.reduction is not None:
+        sent_s = candidate.cost.comm_times_s(lengths, candidate.scheme) * counts
+        backwards_s = (times_s - candidate.overhead_s * overheads - sent_s) * (1 - 1 / candidate.forwards)
+        times_s += candidate.reduction.each_late_s(backwards_s)
     num_pipelines = priced.problem.num_devices // candidate.num_devices
     rounds = -(-len(starts) // num_pipelines)
     dealt_s = np.zeros(rounds * num_pipelines)
