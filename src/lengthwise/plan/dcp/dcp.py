@@ -54,7 +54,7 @@ def prepare_inter(problem: PlanningProblem) -> "DcpPolicy":
 
 
 def _of_fewest_recomputed(problem: PlanningProblem, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Those candidates that recompute one number of layers, the least that does; all, if there is none.
+    """Keep the candidates that recompute one number of layers, the least that suffices; all, if none does.
 
     There may be none that holds the longest sequence on degrees that tile the cluster.
     """
