@@ -2,7 +2,7 @@
 
 import threading
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, InputError
 from tests.session.loops import weights_of
 from tests.session.pairs import prepared
 from tests.session.rollouts import COLUMNS, batches, grpo_loss, of_rank, rollouts
@@ -79,11 +79,40 @@ def fail_ahead():
     """Losses before a batch that cannot be used, and what is said of it."""
     run, own = _run()
     own[1] = [{"input_ids": [1] * 99} | dict.fromkeys(COLUMNS, 0.0)]
+    return _losses_until_refused(run, own, plan_ahead=True)
+
+
+def fail_to_read(plan_ahead):
+    """Losses before the last rank's source of batches raises an error, and what is said of it."""
+    run, own = _run()
+
+    def source():
+        yield own[0]
+        if run.world.rank == run.world.size - 1:
+            raise ConnectionError("server gone")
+        yield from own[1:]
+
+    return _losses_until_refused(run, source(), plan_ahead=plan_ahead)
+
+
+def score_ahead():
+    """Losses before a batch whose source scores it, read ahead, and what is said of it."""
+    run, own = _run()
+
+    def source():
+        yield own[0]
+        run.score(own[1], lambda output, micro_batch: output[0][0][:, 0])
+        yield own[1]
+
+    return _losses_until_refused(run, source(), plan_ahead=True)
+
+
+def _losses_until_refused(run, source, *, plan_ahead):
     losses, said = [], ""
     try:
-        for step in run.steps(own, plan_ahead=True):
+        for step in run.steps(source, plan_ahead=plan_ahead):
             _compute(run, step, losses)
-    except InputError as error:
+    except (InputError, CheckError) as error:
         said = str(error)
     run.close()
     return losses, said

@@ -1,8 +1,16 @@
 """Batches that ranks bring, read and planned a step ahead: the same steps, and nothing lost when a loop is left."""
 
 import numpy as np
+import pytest
 
-from tests.session.planned_ahead import fail_ahead, replan_ahead, resume_ahead, train_ahead
+from tests.session.planned_ahead import (
+    fail_ahead,
+    fail_to_read,
+    replan_ahead,
+    resume_ahead,
+    score_ahead,
+    train_ahead,
+)
 from tests.session.rollouts import batches, train_grpo_alone
 from tests.session.test_own_batches import EXACT
 from tests.session.test_prepare import assert_equal_weights
@@ -34,3 +42,16 @@ def test_a_batch_that_cannot_be_used_is_refused_when_its_step_comes(ranks):
     for losses, said in ranks(2).run(fail_ahead):
         np.testing.assert_allclose(losses, train_grpo_alone("tokens")[0][:1], rtol=EXACT)
         assert "has 99 tokens, over 48" in said
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_a_source_of_batches_that_fails_on_one_rank_ends_the_loop_of_all_when_its_step_comes(ranks, plan_ahead):
+    for losses, said in ranks(2).run(fail_to_read, plan_ahead):
+        np.testing.assert_allclose(losses, train_grpo_alone("tokens")[0][:1], rtol=EXACT)
+        assert "ConnectionError: server gone" in said
+
+
+def test_a_source_that_computes_with_the_model_while_it_is_read_ahead_is_told_where_to_do_so(ranks):
+    for losses, said in ranks(2).run(score_ahead):
+        np.testing.assert_allclose(losses, train_grpo_alone("tokens")[0][:1], rtol=EXACT)
+        assert "run.score()" in said and "plan_ahead" in said

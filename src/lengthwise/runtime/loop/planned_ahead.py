@@ -11,7 +11,7 @@ from typing import Any
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cut_plan import CutPlan, TreeOf
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.runtime.loop.brought_items import BroughtBatch
 
 _NO_PLAN: tuple[object, Future[CutPlan] | None] = (None, None)
@@ -30,6 +30,8 @@ class PlannedAhead:
         """The batch, or why there is none."""
         self._plan = self._due = _NO_PLAN
         """Planner and plan of the batch that was read ahead, and of the one that was taken."""
+        self.is_reading = False
+        """Whether a batch is being read ahead: the step before it has begun."""
 
     def take(self, source: Iterator[Any], gather: Gather, step: int) -> BroughtBatch | None:
         """The next batch of ``source``: the one that was read ahead, if it was read from there.
@@ -41,7 +43,7 @@ class PlannedAhead:
         self._due, self._plan, self._next, self._source = self._plan, _NO_PLAN, None, None
         if batch is None or not is_ahead:
             self._due = _NO_PLAN
-            return gather(next(source, None), step)
+            return gather(_next_batch(source), step)
         if isinstance(batch, LengthwiseError):
             raise batch
         if batch.batch.step == step:
@@ -55,10 +57,21 @@ class PlannedAhead:
             return
         self.forget()
         self._source = source
+        self.is_reading = True
         try:
-            self._next = gather(next(source, None), step)
+            self._next = gather(_next_batch(source), step)
         except LengthwiseError as error:
             self._next = error
+        finally:
+            self.is_reading = False
+
+    def check_not_reading(self, call: str) -> None:
+        """Raise ``CheckError`` if what makes the batch that is read ahead makes ``call``, which belongs between steps."""
+        if self.is_reading:
+            raise CheckError(
+                f"{call} by what makes the batches: with plan_ahead=True a batch is read when the step before it has "
+                "begun; make the call in the loop after step.update(), or leave plan_ahead out"
+            )
 
     def start(self, planner: Any, plan: Callable[[Any, GlobalBatch, TreeOf], CutPlan]) -> None:
         """Let the thread plan the batch that was read, by ``plan`` with ``planner``, unless it has."""
@@ -92,6 +105,19 @@ class PlannedAhead:
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+
+def _next_batch(source: Iterator[Any]) -> Iterable[Any] | None:
+    """The next batch; None: there is none. If ``source`` raises an error, so does whoever reads the batch's items."""
+    try:
+        return next(source, None)
+    except Exception as error:  # of a source of the user's own; the other ranks have to be told
+        return _failing(error)
+
+
+def _failing(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def present_planner(planner: Any) -> Any:

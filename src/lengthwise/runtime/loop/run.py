@@ -145,7 +145,7 @@ class Run(WatchedModel):
         """
         own_batches = None if batches is None else iter(batches)
         while True:
-            self._leave_unfinished()
+            self._leave_unfinished("run.steps()")
             if own_batches is not None and self._pending.batch is None:
                 step = self._step_of(partial(self._ahead.take, own_batches))
                 if step is None:
@@ -171,7 +171,7 @@ class Run(WatchedModel):
             InputError: an item cannot be used, is longer than ``step_max_length``, or no rank has one.
             CheckError: a step was given up too often, or ranks make different calls.
         """
-        self._leave_unfinished()
+        self._leave_unfinished("run.step(items)")
         step = self._step_of(lambda gather, step: gather(() if items is None else items, step))
         assert step is not None, "there are items, if none"
         self._step = step
@@ -224,8 +224,9 @@ class Run(WatchedModel):
             replan()
         return model
 
-    def _leave_unfinished(self) -> None:
-        """Discard, on all ranks, a step that this rank's loop left unfinished."""
+    def _leave_unfinished(self, call: str) -> None:
+        """Discard, on all ranks, a step that this rank's loop left unfinished, before ``call``."""
+        self._ahead.check_not_reading(call)
         step, self._step = self._step, None
         if step is None or step.is_over:
             return
@@ -337,10 +338,11 @@ class Run(WatchedModel):
 
     def _come_between_steps(self, call: str) -> None:
         """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
+        self._ahead.check_not_reading(call)
         step = self._step
         if step is not None and not step.is_over and (step.is_being_computed or step.is_computed):
             raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
-        self._leave_unfinished()
+        self._leave_unfinished(call)
 
     @errors_spelt(as_option)
     def resume(self, path: Path | str) -> int:
