@@ -137,6 +137,37 @@ def score(options):
     return by_token, by_sequence, [item["input_ids"] for item in own], loss
 
 
+def fail_to_score(options, failure):
+    """What each rank is told where the last one fails while it scores; the same scores after it, and a step's loss."""
+    run = prepared([{"input_ids": row} for row in models.rows(12)], sequences_per_step=8, step_max_length=48, **options)
+    own = of_rank([{"input_ids": item["input_ids"]} for item in batches(2)[1]], run.world.rank, run.world.size)
+    due, errors = [failure] if run.world.rank == run.world.size - 1 else [], []
+
+    def run_out(*_):
+        if due == ["memory"]:
+            due.clear()
+            raise torch.OutOfMemoryError("no memory is left")
+
+    def sums(output, micro_batch):
+        if due == ["function"]:
+            due.clear()
+            raise KeyError("no such reward")
+        return micro_batch.per_sequence(token_logps(output[0][0], micro_batch.labels))
+
+    run.model.blocks[1].mlp.register_forward_pre_hook(run_out)
+    try:
+        run.score(own, sums, per="sequence")
+    except Exception as error:
+        errors.append((type(error).__name__, str(error)))
+    scores = [float(score) for score in run.score(own, sums, per="sequence")]
+    for step in run.steps([own]):
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+        loss = step.update().loss
+    run.close()
+    return errors, scores, [item["input_ids"] for item in own], loss
+
+
 def bring(items_by_rank, options=None):
     """The error of a step of these items, by what each rank brings."""
     run = prepared([{"input_ids": row} for row in models.rows(12)], sequences_per_step=8, **(options or {}))

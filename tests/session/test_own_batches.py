@@ -10,6 +10,7 @@ from tests.session.rollouts import (
     batches,
     bring,
     degrees_of_forwards,
+    fail_to_score,
     score,
     score_beside_step,
     token_logps,
@@ -64,6 +65,31 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
         losses.append(loss)
     assert brought == len(batches(2)[1])
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("failure", ["function", "memory"])
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": "auto"}, {"weights": "by-layer"}, {"cost": SimpleCost(loss=-0.5), "policy": "auto"}],
+    ids=["whole", "by-layer", "shared"],
+)
+def test_scores_that_fail_on_one_rank_are_refused_on_all_and_the_run_goes_on(ranks, options, failure):
+    model, losses = models.gpt(), []
+    reports = ranks(2).run(fail_to_score, options, failure)
+    kind, said = (
+        ("InputError", "KeyError: 'no such reward'") if failure == "function" else ("InfeasibleError", "memory")
+    )
+    for errors, scores, rows, loss in reports:
+        ((name, message),) = errors
+        assert name == kind and said in message
+        for found, row in zip(scores, rows, strict=True):
+            tokens = torch.as_tensor(row)
+            with torch.no_grad():
+                expected = token_logps(model(tokens[None])[0][0, :-1], tokens[1:]).sum()
+            np.testing.assert_allclose(found, expected, rtol=1e-10)
+        losses.append(loss)
+    assert len(set(losses)) == 1
+    assert reports[0][0][0][1].startswith("rank 1 cannot go on")
 
 
 def test_forwards_have_plans_of_their_own(ranks):

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.differences import ranks_text
@@ -146,16 +146,19 @@ def all_succeed(world: DistContext, work: Callable[[], Result]) -> Result:
 
     Raises:
         InputError: it failed on another rank; where it failed here, its own error.
+        InfeasibleError: it did not fit on another rank.
     """
     result, own_error = None, None
     try:
         result = work()
     except LengthwiseError as error:
         own_error = error
-    errors = gather_json(world, own_error.marked if own_error is not None else None)
+    errors = gather_json(world, None if own_error is None else (own_error.marked, own_error.exit_code))
     if own_error is not None:
         raise own_error
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if failed:
-        raise InputError(f"{ranks_text(failed)} cannot go on: {errors[failed[0]]}")
+        message, exit_code = errors[failed[0]]
+        kind = InfeasibleError if exit_code == InfeasibleError.exit_code else InputError
+        raise kind(f"{ranks_text(failed)} cannot go on: {message}")
     return result  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Forwards of planned micro-batches without a backward: for validation, and for what a model says of sequences."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -8,23 +8,28 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.cut_plan import CutPlan
-from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.errors import InfeasibleError, InputError, LengthwiseError
+from lengthwise.core.step_plan import PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange, exchange
+from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
+from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.wrap.collator import pad_to_degree
-from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.sequence_sums import num_sequences
+from lengthwise.runtime.wrap.sequence_sums import end_sums, num_sequences
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from lengthwise.runtime.wrap.zero_collectives import finish_forwards
 
 Per = Literal["token", "sequence"]
 ValuesOf = Callable[[Any, MicroBatch], Tensor]
+Look = Callable[[MicroBatch, Any, bool], None]
 
 
 class ScoringRun(Protocol):
@@ -34,6 +39,11 @@ class ScoringRun(Protocol):
     world: DistContext
     state: ShardedState | Fsdp2State
     seed: int
+
+    @property
+    def usual_scripts(self) -> tuple[ExchangeScript, ...]:
+        """The collectives of the forwards of a micro-batch, as loops usually call them; () if not known."""
+        ...
 
     @property
     def items(self) -> ItemExchange:
@@ -46,45 +56,103 @@ class ScoringRun(Protocol):
 
 
 def forwards(
-    begin_plan: Callable[[StepPlan], None], prepared: PreparedModel, plan: StepPlan, *, what: str, way_out: str
-) -> Iterator[tuple[MicroBatch, Any, bool]]:
-    """This rank's micro-batches of a plan, without noise, the outputs of their forwards, and whether they are whole.
+    begin_plan: Callable[[StepPlan], None],
+    prepared: PreparedModel,
+    plan: StepPlan,
+    look: Look,
+    *,
+    usual_scripts: tuple[ExchangeScript, ...] = (),
+    what: str,
+    way_out: str,
+) -> None:
+    """Run the forwards of this rank's micro-batches of a plan, without noise; ``look`` is called with each.
 
-    On stages of a pipeline but the last, an output is none of the whole model. While one is looked at its micro-batch
-    is active. Every rank calls this, under ``torch.no_grad()``.
+    A rank that fails, by ``look`` or for want of memory, goes through the rest of the plan and sends zeros, so that no
+    other rank hangs. Every rank calls this, under ``torch.no_grad()``.
+
+    Args:
+        begin_plan: makes the groups of the plan.
+        prepared: the model.
+        plan: what is computed where.
+        look: takes the micro-batch, the output of its forward, and whether that is of the whole model; it is not on
+            stages of a pipeline but the last. The micro-batch is active.
+        usual_scripts: the exchanges of a micro-batch with which a rank stands in for itself before it has seen one.
+        what: that is computed, and ``way_out`` of too little memory, for messages.
 
     Raises:
-        InfeasibleError: this rank ran out of memory; ``what`` and ``way_out`` are for its message.
+        InfeasibleError: a rank ran out of memory.
+        InputError: ``look`` failed on a rank.
     """
-    gather, model = prepared.gather, prepared.model
+    gather = prepared.gather
     begin_plan(plan)
     rounds = [] if gather is None else own_rounds(plan, prepared.world.rank)
+    failure, scripts = None, usual_scripts
     own_batches = micro_batches_of(plan, prepared.world.rank, prepared.collator)
     for position, (_, index, pipeline, planned) in enumerate(own_batches):
+        shard = make_shard(prepared, plan.step, pipeline, planned)
+        shard.has_noise, shard.has_failed = False, failure is not None
         if gather is not None:
             gather.begin_round(rounds[position])
-        shard = make_shard(prepared, plan.step, pipeline, planned)
-        shard.has_noise = False
+            if failure is not None:
+                gather.abandon_round()
         stage = StagedPipeline(prepared, pipeline) if pipeline.scheme.num_stages > 1 else None
         if stage is not None:
             stage.attach(shard, index)
-        with active(shard):
-            pack = pad_to_degree(planned.pack, shard.group.size, prepared.collator)
-            micro_batch = prepared.make(shard, pack)
-            output = model(**micro_batch.inputs)
-            yield micro_batch, output, shard.stage_pass is None or shard.stage_pass.is_last
+        error = _run_forward(prepared, shard, planned, look)
+        if error is None and shard.has_failed and failure is None:
+            error = _shortage(what, planned.pack.num_tokens, way_out)
+        failure = failure or error
+        if error is None:
+            scripts = tuple(forward.script for forward in shard.passes)
+        else:
+            _stand_in(shard, scripts, gather, error)
+        end_sums(shard, has_left=error is not None)
         if stage is not None:
             stage.end_forward(shard, index)
             stage.wait()
-        if shard.has_failed:
-            raise InfeasibleError(
-                f"{what} ran out of memory with {planned.pack.num_tokens:,} tokens; {way_out}",
-                what=f"a micro-batch of {what}", value=planned.pack.num_tokens, unit="tokens",
-            )  # fmt: skip
     if gather is not None:
         gather.finish_rounds()  # as a step does: gradients, which are zero, are sent as well
         prepared.update_weights()
         prepared.state.clear_gradient()
+    all_succeed(prepared.world, lambda: _raise(failure))
+
+
+def _run_forward(prepared: PreparedModel, shard: PackShard, planned: PlannedMicroBatch, look: Look) -> Exception | None:
+    """Run the forward of one micro-batch and look at it; returned is what failed, if it is not memory."""
+    with active(shard):
+        micro_batch = prepared.make(shard, pad_to_degree(planned.pack, shard.group.size, prepared.collator))
+        try:
+            output = prepared.model(**micro_batch.inputs)
+            look(micro_batch, output, shard.stage_pass is None or shard.stage_pass.is_last)
+        except LengthwiseError as error:
+            return error
+        except Exception as error:  # of the user's own model, or of what looks at its output
+            problem = InputError(f"{type(error).__name__}: {error}")
+            problem.__cause__ = error
+            return problem
+    return None
+
+
+def _shortage(what: str, num_tokens: int, way_out: str) -> InfeasibleError:
+    message = f"{what} ran out of memory with {num_tokens:,} tokens; {way_out}"
+    return InfeasibleError(message, what=f"a micro-batch of {what}", value=num_tokens, unit="tokens")
+
+
+def _stand_in(
+    shard: PackShard, scripts: tuple[ExchangeScript, ...], gather: LayerGather | None, error: Exception
+) -> None:
+    """Send zeros for what is left of a forward that failed; raise ``error`` if what others wait for is not known."""
+    if not scripts and shard.group.size > 1:
+        raise error
+    shard.has_failed = True
+    finish_forwards(shard, scripts)
+    if gather is not None:
+        gather.abandon_round()
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 class ItemScores:
@@ -141,19 +209,23 @@ def score_items(run: "ScoringRun", brought: BroughtBatch, cut: CutPlan, per: Per
     """What ``values_of`` says of this rank's items, computed by the ranks of a plan; every rank calls this.
 
     Raises:
-        InputError: values have another shape than one for each token, or for each sequence.
+        InputError: ``values_of`` failed on a rank, or values have another shape than one for each token or sequence.
         InfeasibleError: a rank ran out of memory.
     """
     scorer = PreparedModel(
         run.wrapped_model, run.world, collator=run.items.collator(brought, cut), state=run.state, seed=run.seed
     )
     scores = ItemScores(run.world, brought, per)
-    for micro_batch, output, is_last in forwards(
-        run.begin_plan, scorer, cut.plan, what="scoring", way_out="give fewer or shorter items"
-    ):
+
+    def look(micro_batch: MicroBatch, output: Any, is_whole: bool) -> None:
         values = values_of(output, micro_batch)
-        if is_last:
+        if is_whole and not micro_batch.shard.has_failed:
             scores.add(micro_batch, values)
+
+    forwards(
+        run.begin_plan, scorer, cut.plan, look, usual_scripts=run.usual_scripts, what="scoring",
+        way_out="give fewer or shorter items",
+    )  # fmt: skip
     return scores.of_items()
 
 

@@ -66,7 +66,7 @@ class PlannedAhead:
             self.is_reading = False
 
     def check_not_reading(self, call: str) -> None:
-        """Raise ``CheckError`` if what makes the batch that is read ahead makes ``call``, which belongs between steps."""
+        """Raise ``CheckError`` if what makes a batch that is read ahead makes ``call``, which belongs between steps."""
         if self.is_reading:
             raise CheckError(
                 f"{call} by what makes the batches: with plan_ahead=True a batch is read when the step before it has "

@@ -22,6 +22,7 @@ from lengthwise.runtime.train.micro_batch_tensors import TokenSource
 from lengthwise.runtime.train.text_samples import LogitsOf
 from lengthwise.runtime.train.training_engine import PeekPlan
 from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 
 class PreparedEngine:
@@ -71,16 +72,19 @@ class PreparedEngine:
         assert collator is not None, "the run has a validation set"
         shown = PreparedModel(wrapped_model, run.world, collator=collator, state=self.state, seed=run.seed)
         sums = torch.zeros(2, dtype=torch.float64, device=run.world.device)  # of losses by target, of targets
+
+        def add(micro_batch: MicroBatch, output: Any, is_whole: bool) -> None:
+            loss, count = wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
+            if is_whole and count and not micro_batch.shard.has_failed:  # of no targets the mean is 0 / 0
+                sums.add_(torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device))
+
         with self._evaluating():
             for plan in plans:
                 sync_step(plan, run.world, StepClock(run.world), stop=False)
-                computed = forwards(
-                    run.begin_plan, shown, plan, what="validation", way_out=f"lower {Setting.MAX_TOKENS}"
-                )
-                for micro_batch, output, is_last in computed:
-                    loss = wrapped_model.loss_of(output, micro_batch)
-                    if is_last and (count := micro_batch.num_targets):  # else the mean is 0 / 0
-                        sums += torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device)
+                forwards(
+                    run.begin_plan, shown, plan, add, usual_scripts=run.usual_scripts, what="validation",
+                    way_out=f"lower {Setting.MAX_TOKENS}",
+                )  # fmt: skip
         total, num_targets = sum_over_ranks(sums).tolist()
         return float(total / num_targets)
 

@@ -22,6 +22,9 @@ from lengthwise.runtime.wrap.exchange_script import ExchangeScript, Summed
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor
 from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, sum_exchanges
 
+_ENDED, _LEFT = 2, 3
+"""What ranks say in place of 1: that they sum no more values, and that they were left by an error."""
+
 
 def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tensor:
     """Sum ``values`` [t, ...] or [1, t, ...] over each sequence: ``[s, ...]``, equal on every rank of the group.
@@ -66,10 +69,8 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
         raise InputError(f"per_sequence takes values with at most {SAID - 2} axes; got {sums.dim()}")
     dtype = 2 * sums.dtype.itemsize + sums.dtype.is_complex
     mine = [1, dtype, *sums.shape, *[0] * (SAID - 2 - sums.dim())]
-    ((send, receive), _), *_ = sum_exchanges(Summed(), shard.group.size)
-    said = shard.group.all_to_all(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
-    rows = said.view(-1, SAID).tolist()
-    if not all(row[0] for row in rows):
+    rows = _say(shard, mine)
+    if any(row[0] != 1 for row in rows):
         return False
     other = next((rank for rank, row in enumerate(rows) if row != mine), None)
     if other is not None:
@@ -79,6 +80,24 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
             f"{shard.group.ranks[other]}, or of another dtype; ranks that share a micro-batch make the same calls"
         )
     return True
+
+
+def end_sums(shard: PackShard, *, has_left: bool) -> None:
+    """Wait until no rank of the group sums values of the micro-batch any more; every rank of it calls this.
+
+    ``has_left``: this rank left what sums them, by an error; until the others are done, it says that it has no sums.
+    """
+    rows = [[0]] if shard.group.size > 1 else []
+    while any(row[0] not in (_ENDED, _LEFT) for row in rows):
+        rows = _say(shard, [_LEFT if has_left else _ENDED, *[0] * (SAID - 1)])
+
+
+def _say(shard: PackShard, mine: list[int]) -> list[list[int]]:
+    """What each rank of the group says of its sums, in ``SAID`` integers."""
+    ((send, receive), _), *_ = sum_exchanges(Summed(), shard.group.size)
+    said = shard.group.all_to_all(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
+    rows: list[list[int]] = said.view(-1, SAID).tolist()
+    return rows
 
 
 def sequence_numbers(shard: PackShard) -> np.ndarray:
