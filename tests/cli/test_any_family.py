@@ -28,7 +28,7 @@ from tests.session.models import train_alone
 EXACT = 1e-6
 """transformers computes losses, norms and rotations in float32 whatever the weights are."""
 NUM_STEPS, STOPPED = 4, 2
-SHARED = ("--method", "ring", "--degree", 2)
+SHARED = ("--method", "ring", "--degree", 2, "plan.shard_gradients=all")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,9 @@ def test_two_ranks_and_then_one_train_as_an_ordinary_loop_does(trained, alone):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=EXACT)
     plans = trained.read_plans()
-    assert [plans[step].strategy_words for step in range(NUM_STEPS)] == ["1 x <2,1> ring"] * 2 + ["1 x <1,1> dense"] * 2
+    assert [plans[step].strategy_words for step in range(NUM_STEPS)] == ["1 x <2,1> ring z2"] * 2 + [
+        "1 x <1,1> dense"
+    ] * 2
     assert rows[0]["plan/policy"] == "static" and rows[0]["perf/tflops_per_gpu"] > 0
 
 

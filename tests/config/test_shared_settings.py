@@ -25,8 +25,8 @@ SECTIONS = {"": Config} | {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-OTHER_TYPE = {"steps", "epochs", "methods", "metric", "lr", "recompute", "profile", "compile"}
-"""Names of the same meaning that take something else in ``prepare``; both say so."""
+OTHER_TYPE = {"steps", "epochs", "methods", "metric", "lr", "recompute", "profile", "compile", "shard_gradients"}
+"""Names of the same meaning that take something else in ``prepare``, or have another default; both say so."""
 
 
 def shared():

@@ -54,9 +54,14 @@ def plan_of(degree):
     )  # fmt: skip
 
 
-PLANS = {"whole": plan_of(1), "by-layer": plan_of(2)}
-"""By what ranks hold of the weights."""
-RANKS = {"whole": [0], "by-layer": [0, 3]}
+def with_shared_gradients(plan):
+    pipelines = (replace(p, scheme=replace(p.scheme, shard_gradients=True)) for p in plan.pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+PLANS = {"whole": plan_of(1), "by-layer": plan_of(2), "sharded gradients": with_shared_gradients(plan_of(2))}
+"""By what ranks hold of weights and gradients."""
+RANKS = {"whole": [0], "by-layer": [0, 3], "sharded gradients": [0]}
 
 
 @pytest.fixture(
@@ -70,10 +75,14 @@ def dry_runs(request, tmp_path_factory):
     trial = PreparedDryRun(config, read_stock_model(folder), cluster)
     schemes = sorted({scheme for plan in PLANS.values() for scheme in schemes_of(plan)})
     steps = [
-        trial.step_request(plan, RANKS[name], num_kept=None if name == "whole" else 0) for name, plan in PLANS.items()
+        trial.step_request(plan, RANKS[name], num_kept=0 if name == "by-layer" else None)
+        for name, plan in PLANS.items()
     ]
     (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes), *steps])
-    costs = {weights: trial.cost_of(profile, longest=TOKENS, weights=weights) for weights in PLANS}
+    costs = {
+        name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
+        for name in PLANS
+    }
     return {
         name: [trial.beside_prediction(plan, costs[name], row, num_kept=0) for row in rows]
         for (name, plan), rows in zip(PLANS.items(), answers)
@@ -110,6 +119,13 @@ def test_units_are_gathered_for_the_forward_and_again_for_the_backward(dry_runs,
             c["kind"] for c in row["collectives"] if c["operation"] == "micro-batch 0" and len(c["ranks"]) == NUM_RANKS
         ]
         assert sorted(issued) == sorted([*expected, "reduce_scatter"]) and issued[: last + 1] == gathers
+
+
+def test_a_rank_keeps_its_share_of_sharded_gradients(dry_runs):
+    (row,), (whole, *_) = dry_runs["sharded gradients"], dry_runs["whole"]
+    assert row["peak_bytes"]["gradients"] == whole["peak_bytes"]["gradients"] / 2
+    units = row["predicted"]["peak_bytes"]["gradients"] - row["peak_bytes"]["gradients"]
+    assert 0 < units < whole["peak_bytes"]["gradients"], "plans reckon with two whole units beside it"
 
 
 def test_gathered_state_is_a_share_and_two_units(dry_runs):

@@ -63,8 +63,8 @@ class PlanConfig(PolicySettings):
     shard_gradients: ShardGradients = "auto"
     """Gradient sharding, as ZeRO stage 2 does it within a pipeline stage: whether ranks that share a layer with whole
     weights reduce-scatter its gradients in every backward and keep a share of them; auto: where longer micro-batches
-    gain more than that costs, not in models that transformers computes; all: wherever several ranks share whole
-    weights; none: nowhere. (prepare has weights="by-layer".)"""
+    gain more than that costs; all: wherever several ranks share whole weights; none: nowhere. (In prepare, none by
+    default.)"""
     zero_bubble: ZeroBubbleName = "none"
     """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
     compute gradients of weights where they would wait, in the memory of 1F1B; none: all pipelines run 1F1B; auto:

@@ -20,6 +20,7 @@ from lengthwise.config.choices import (
     PolicyName,
     Recompute,
     SequenceMethod,
+    ShardGradients,
     StatePlace,
     TrainingObjective,
 )
@@ -79,6 +80,7 @@ class PrepareKeywords(TypedDict, total=False):
     methods: tuple[SequenceMethod, ...] | None
     packing: Packing
     weights: HeldWeights
+    shard_gradients: ShardGradients
     recompute: Literal[Recompute, "selective"]
     feed_forward_tile: int | None
     compile: bool

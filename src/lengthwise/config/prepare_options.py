@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from lengthwise.config.choices import HeldWeights, OptimizerName, Packing, Recompute, SequenceMethod, TrainingObjective
+from lengthwise.config.choices import (
+    HeldWeights,
+    OptimizerName,
+    Packing,
+    Recompute,
+    SequenceMethod,
+    ShardGradients,
+    TrainingObjective,
+)
 from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -81,6 +89,11 @@ class PrepareOptions(
     is gathered when it computes and released after, and its gradients are summed on their owners at once (as ZeRO
     stage 3 does), in each step for as many layers as do not fit whole; a pipeline stage gathers its layers once for
     a step. auto: whole, if the longest sequence fits."""
+    shard_gradients: ShardGradients = "none"
+    """Gradient sharding, as ZeRO stage 2 does it within a pipeline stage: whether ranks that share micro-batches and
+    hold whole weights reduce-scatter gradients in every backward and keep a share of them, so that the loop cannot read
+    them; auto: where longer micro-batches gain more than that costs; all: wherever several ranks share micro-batches;
+    none: nowhere. (Configurations have auto by default.)"""
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""

@@ -1,11 +1,13 @@
 """A cost model corrected online by measured steps: a factor on seconds and one on bytes, per degree."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
+from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.cost.separable import SeparableCost, most_tokens
 
 
@@ -45,6 +47,13 @@ class CorrectedCost:
     def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in gradients of weights, times the degree's factor."""
         return self.base.weight_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
+
+    def reduction(self, scheme: PipelineConfig) -> ReductionTime | None:
+        """Seconds of a micro-batch in reducing gradients to shares, times the degree's factor."""
+        reduction, factor = self.base.reduction(scheme), self.time_factors.get(scheme.degree, 1.0)
+        if reduction is None:
+            return None
+        return replace(reduction, whole_s=reduction.whole_s * factor, last_s=reduction.last_s * factor)
 
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds per token, and per micro-batch, of what stages send each other, times the degree's factor."""

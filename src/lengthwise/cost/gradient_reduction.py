@@ -5,6 +5,7 @@ they are added up, in one reduce-scatter a unit. A unit's runs beneath the backw
 and the first layer, or a later stage's first two layers, are waited for.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,8 +49,12 @@ def whole_units(model: ModelSpec, scheme: PipelineConfig, stage: int) -> tuple[f
     """
     if not scheme.shard_gradients:
         return 0.0, 0.0, 0.0
-    sizes, with_shares = stage_unit_sizes(model, scheme, stage), 1 + 1 / scheme.degree
-    layer, has_output = unit_size(model, "layer"), stage == scheme.num_stages - 1
+    return whole_units_of(stage_unit_sizes(model, scheme, stage), unit_size(model, "layer"), scheme, stage)
+
+
+def whole_units_of(sizes: Sequence[int], layer: int, scheme: PipelineConfig, stage: int) -> tuple[float, float, float]:
+    """:func:`whole_units` of units of these sizes, the largest layer of size ``layer``."""
+    with_shares, has_output = 1 + 1 / scheme.degree, stage == scheme.num_stages - 1
     before = with_shares * 2 * layer if scheme.stage_layers[stage] > 1 else 0.0
     return layer + has_output * with_shares * sizes[-1], before, with_shares * sum(sizes[:2])
 
@@ -60,10 +65,21 @@ def reduction_time(
     """The seconds of the reduce-scatters of a micro-batch under ``scheme``; None where it keeps whole gradients."""
     if not scheme.shard_gradients:
         return None
-    p, rate = scheme.degree, collective_bytes_per_s(scheme.degree, cluster)
-    number_s = gradient_bytes(dtype, is_narrow=narrow_gradients) * (p - 1) / p / rate
+    rate, call_s = collective_bytes_per_s(scheme.degree, cluster), ring_call_s(scheme.degree, cluster)
+    stages = (stage_unit_sizes(model, scheme, stage) for stage in range(scheme.num_stages))
+    number_s = gradient_bytes(dtype, is_narrow=narrow_gradients) / rate
+    return reduction_of(stages, scheme.degree, number_s=number_s, call_s=call_s, cluster=cluster)
+
+
+def reduction_of(
+    stages: Iterable[Sequence[int]], degree: int, *, number_s: float, call_s: float, cluster: ClusterSpec
+) -> ReductionTime:
+    """The seconds of reduce-scatters among ``degree`` ranks of units of so many numbers in each stage.
+
+    ``number_s``: seconds to send a number; ``call_s``: of a call that sends nothing.
+    """
     whole_s = last_s = 0.0
-    for stage in range(scheme.num_stages):
-        seconds = [size * number_s + ring_call_s(p, cluster) for size in stage_unit_sizes(model, scheme, stage)]
+    for sizes in stages:
+        seconds = [size * number_s * (degree - 1) / degree + call_s for size in sizes]
         whole_s, last_s = max(whole_s, sum(seconds)), max(last_s, sum(seconds[:2]))
     return ReductionTime(whole_s=whole_s, last_s=last_s, slowdown=cluster.device.overlap_slowdown)

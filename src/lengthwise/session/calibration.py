@@ -55,12 +55,12 @@ def find_cost(
 
     path, shown = profile_path(run, options), options.verbose and run.world.is_first
     table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees, methods=methods)
+    structure = run.wrapped_model.structure
     cost = DualLayerCost(
         table, cluster=cluster, state_on_host=is_on_host(options.offload_state),
-        narrow_gradients=options.optimizer_settings.narrow_gradients,
+        narrow_gradients=options.optimizer_settings.narrow_gradients, unit_params=structure.table().unit_sizes,
     )  # fmt: skip
     if shown:
-        structure = run.wrapped_model.structure
         origin = "read from" if was_kept else "measured, kept in"
         say(f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}")
         say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")

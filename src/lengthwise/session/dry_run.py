@@ -164,6 +164,8 @@ def dry_run_stock(
         options = options.model_copy(update={"max_degree": 1})
     cost = trial.cost_of(profile, longest=longest, weights=weights)
     is_whole = cost.gather is None
+    if not is_whole:
+        options = options.model_copy(update={"shard_gradients": "none"})
     if plan is None:
         assert corpus is not None
         layers = StockLayers(num_layers=cost.table.num_layers, objective=stock.objective)

@@ -62,7 +62,7 @@ from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.state_placement import is_on_host
-from lengthwise.session.weight_placement import KeepLayers, place_weights, with_weight_placement
+from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
 
 _log = logging.getLogger("lengthwise")
 MOST_READERS = 256
@@ -339,6 +339,7 @@ def _planner(
     cluster, longest = _cluster(options, prepared.world), sequences.computed_lengths.max_length
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, longest)
+    options = options.model_copy(update={"shard_gradients": shared_gradients(prepared, options, cost)})
     max_stages = most_stages(prepared, options)
     options, lengths = with_members_planned(options, prepared, sequences.lengths)
     units = prepared.collator.units if cuts_of(options) is not None else None
@@ -357,7 +358,7 @@ def _planner(
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
-    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none"})
+    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none", "shard_gradients": "none"})
     plan_forwards = ForwardPlanner(
         partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
     )

@@ -23,6 +23,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, SearchSpace, lengths_of, make_problem
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 
 
 def with_metric_of(options: PrepareOptions, view: CorpusView) -> PrepareOptions:
@@ -159,6 +160,7 @@ def make_planner(
         methods=options.sharing_methods,
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
         offload=OffloadMode(options.offload),
+        shard_gradients=GradientSharding(options.shard_gradients),
         planned_tile=getattr(getattr(cost, "base", cost), "tile_tokens", 0),
         has_head_groups=False,
     )

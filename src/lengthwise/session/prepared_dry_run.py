@@ -72,7 +72,10 @@ class PreparedDryRun:
         table, num_devices = self._table(profile, longest), self.cluster.num_devices
         on_host = is_on_host(self.config.train.offload_state)
         is_narrow = self.config.optim.optimizer_settings.narrow_gradients
-        whole_cost = DualLayerCost(table, cluster=self.cluster, state_on_host=on_host, narrow_gradients=is_narrow)
+        whole_cost = DualLayerCost(
+            table, cluster=self.cluster, state_on_host=on_host, narrow_gradients=is_narrow,
+            unit_params=tuple(profile["unit_params"]),
+        )  # fmt: skip
         if num_devices == 1 or weights == "whole":
             return whole_cost
         if profile["gather_problem"] and weights == "by-layer":

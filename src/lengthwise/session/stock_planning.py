@@ -6,7 +6,6 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.corpus import Corpus
@@ -30,12 +29,6 @@ class StockLayers:
 def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareOptions:
     """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
     plan = config.plan
-    if plan.shard_gradients == "all":
-        raise InputError(
-            f"plan.shard_gradients={plan.shard_gradients}: {stock.architecture} is computed by transformers, whose "
-            "gradients are kept whole; leave it out, or set model.implementation=lengthwise where this library has the "
-            "family"
-        )
     is_causal = stock.architecture.endswith(_CAUSAL)
     max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
     return read_options(
@@ -47,6 +40,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "memory_gib": config.cluster.memory_gib,
             "host_memory_gib": config.cluster.host_memory_gib,
             "offload": plan.offload,
+            "shard_gradients": plan.shard_gradients,
             "policy": plan.policy,
             "max_degree": max_degree,
             "max_stages": plan.max_stages,
@@ -80,7 +74,7 @@ def stock_planner(
         "methods": None,
         "max_stages": max_stages,
         "max_degree": options.max_degree,
-        "shard_gradients": "none",
+        "shard_gradients": options.shard_gradients,
     }
     return make_planner(
         config.model_copy(

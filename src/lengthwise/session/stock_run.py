@@ -30,7 +30,7 @@ from lengthwise.session.prepare import check_takes, learn_model, make_collator, 
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
-from lengthwise.session.weight_placement import place_weights
+from lengthwise.session.weight_placement import place_weights, shared_gradients
 
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
@@ -93,11 +93,12 @@ class _Planning:
     def __init__(
         self, inputs: RunInputs, prepared: PreparedModel, chosen: PrepareOptions, sequences: RunSequences
     ) -> None:
-        self._inputs, self._prepared, self._options = inputs, prepared, chosen
+        self._inputs, self._prepared = inputs, prepared
         lengths = sequences.computed_lengths
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
+        self._options = chosen.model_copy(update={"shard_gradients": shared_gradients(prepared, chosen, measured)})
         self._max_stages = most_stages(prepared, chosen)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:

@@ -6,14 +6,17 @@ from functools import partial
 
 from torch import nn
 
+from lengthwise.config.choices import ShardGradients
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.session.objectives import labels_sequences
 
@@ -64,6 +67,25 @@ def place_weights(
             size = prepared.world.size
             check_exact(prepared, degrees=sorted({1, min(size, options.max_degree or size)}))
     return cost.with_gather(gather), partial(gather.num_kept_in, cost.memory_limit_bytes)
+
+
+def shared_gradients(prepared: PreparedModel, options: PrepareOptions, cost: CostModel) -> ShardGradients:
+    """Where plans may shard gradients: as is asked for, but nowhere if each goes to its owner in every backward anyway.
+
+    By themselves they do under costs alone that know that a step has one layout of gradients.
+
+    Raises:
+        InputError: all are to be sharded, and those of this run cannot be.
+    """
+    problems = {
+        "FSDP2 shards the model": not isinstance(prepared.state, ShardedState),
+        "coupled_loss= computes every micro-batch twice": options.coupled_loss is not None,
+    }
+    problem = next((problem for problem, applies in problems.items() if applies), "")
+    if problem and options.shard_gradients == "all":
+        raise InputError(f"shard_gradients='all', and {problem}; leave one of the two out")
+    is_known = isinstance(cost, DualLayerCost) or options.shard_gradients == "all"
+    return options.shard_gradients if is_known and not problem and prepared.gather is None else "none"
 
 
 def with_weight_placement(

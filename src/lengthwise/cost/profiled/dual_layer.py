@@ -17,9 +17,9 @@ last keeps their outputs as well, and each but the first a gradient that it send
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +28,19 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import call_s, hop_bytes_per_s, host_copy_bytes_per_s, with_measured_links
-from lengthwise.cost.memory_model import DTYPE_BYTES, state_parts
+from lengthwise.cost.gradient_reduction import ReductionTime
+from lengthwise.cost.links import host_copy_bytes_per_s, with_measured_links
+from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, state_parts
 from lengthwise.cost.port_traffic import hold_the_same
 from lengthwise.cost.profiled.degree_fit import DegreeFit, LinearBytes, fit_degree
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
+from lengthwise.cost.profiled.stage_layers import StageLayers
+from lengthwise.cost.profiled.unit_gradients import UnitGradients, link_among
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
 MIXED_S = 1e6
 """Seconds, more than any plan takes, of a step in which ranks would hold more weights than they are priced with."""
+_SETTINGS = ("cluster", "gather", "state_on_host", "narrow_gradients", "unit_params")
 LEAST_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
@@ -62,53 +66,6 @@ class OpaqueModelSpec(ModelSpec):
         )  # fmt: skip
 
 
-class _StageLayers(NamedTuple):
-    """The layers of one stage that share their sequences by one method."""
-
-    fit: DegreeFit
-    num_layers: int
-    recomputed: int
-    rest: float
-    """The share of T_C and M_C that is counted with them."""
-    offloaded: int
-    """Layers of which all that they keep is on the host, their input included."""
-    inputs_offloaded: int
-    """Recomputed layers whose input is on the host."""
-    copied_per_s: float
-    """Bytes per second of copies to or from the host."""
-
-    def exposed_s(self, length: np.ndarray) -> np.ndarray:
-        """Seconds of each sequence in copies that passes do not hide: out beneath a forward, back beneath a backward.
-
-        The backward of a recomputed layer runs its forward first.
-        """
-        fit, exposed_s = self.fit, np.zeros_like(length)
-        inputs = fit.inputs.per_token
-        all_bytes = fit.kept_layer.per_token + inputs
-        for count, per_token, again in ((self.offloaded, all_bytes, 0), (self.inputs_offloaded, inputs, 1)):
-            if count:
-                copy_s, forward_s = per_token / self.copied_per_s * length, fit.forward.of_sequences(length)
-                backward_s = again * forward_s + fit.backward.of_sequences(length)
-                exposed_s += count * (np.maximum(copy_s - forward_s, 0.0) + np.maximum(copy_s - backward_s, 0.0))
-        return exposed_s
-
-    @property
-    def fixed_copy_s(self) -> float:
-        """Seconds of the copies of bytes that are there whatever the tokens."""
-        num_bytes = self.offloaded * self.fit.kept_layer.fixed
-        num_bytes += (self.offloaded + self.inputs_offloaded) * self.fit.inputs.fixed
-        return 2 * num_bytes / self.copied_per_s if num_bytes else 0.0
-
-    def moving(self, number: int) -> list[tuple[float, LinearBytes]]:
-        """What ``number`` of the offloaded layers have on the device, of those that keep the most, if there are.
-
-        In a backward two: its own, and the one that comes; in the loss the last layer, which goes.
-        """
-        num_whole = min(number, self.offloaded)
-        num_inputs = num_whole + min(number - num_whole, self.inputs_offloaded)
-        return [(num_whole, self.fit.kept_layer), (num_inputs, self.fit.inputs)]
-
-
 class DualLayerCost(SeparableCost):
     """Costs of schemes of the profiled degrees and methods, with any stages and any number of recomputed layers."""
 
@@ -120,11 +77,13 @@ class DualLayerCost(SeparableCost):
         gather: LayerGatherCost | None = None,
         state_on_host: bool = False,
         narrow_gradients: bool = False,
+        unit_params: tuple[int, ...] = (),
     ) -> None:
         """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
         ``gather``: what weights cost that are gathered one layer at a time, or of several stages those of a stage for a
-        whole step; None: every rank holds them all.
+        whole step; None: every rank holds them all. ``unit_params``: the trained parameters before the layers, of each
+        layer, and after them, of which gradients may be sharded; empty: they are not known, and none may.
 
         Raises:
             InputError: the profile was taken in a dtype whose size is not known.
@@ -139,11 +98,13 @@ class DualLayerCost(SeparableCost):
             model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host,
             narrow_gradients=narrow_gradients,
         )  # fmt: skip
-        self.table, self.gather = table, gather
+        self.table, self.gather, self.unit_params = table, gather, unit_params
         self.fits = _fits(table, 0)
         self._tiled_fits = _fits(table, self.tile_tokens) if self.tile_tokens else {}
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
+        self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
+        self._unit_reductions = SchemeCache(partial(self._units.reduction, links=table.links, cluster=cluster))
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def with_table(self, table: LayerTable) -> "DualLayerCost":
@@ -165,7 +126,7 @@ class DualLayerCost(SeparableCost):
         return self._changed(gather=gather)
 
     def _changed(self, **changes: Any) -> "DualLayerCost":
-        same = {name: getattr(self, name) for name in ("cluster", "gather", "state_on_host", "narrow_gradients")}
+        same = {name: getattr(self, name) for name in _SETTINGS}
         return DualLayerCost(**{"table": self.table, **same, **changes})
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
@@ -190,17 +151,21 @@ class DualLayerCost(SeparableCost):
             )
             for layers in self._stages(scheme)
         ]
-        return gather_s + max(of_stages) + self.sent_s(scheme)[1]
+        reduction = self.reduction(scheme)
+        reduced_s = 0.0 if reduction is None else reduction.least_s
+        return gather_s + max(of_stages) + self.sent_s(scheme)[1] + reduced_s
+
+    def reduction(self, scheme: PipelineConfig) -> ReductionTime | None:
+        """Seconds of a micro-batch in reducing gradients to shares; None where whole ones are kept."""
+        return self._unit_reductions(scheme)
 
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds per token, and per micro-batch, of the outputs and gradients that stages send each other."""
         if scheme.num_stages == 1:
             return 0.0, 0.0
-        ranks, num_bytes = scheme.num_devices, 2 * self._stages(scheme)[0][0].fit.inputs.per_token
-        measured = [link for link in self.table.links if link.degree >= ranks] or self.table.links[-1:]
-        if measured:
-            return num_bytes / measured[0].bytes_per_s, 2 * measured[0].latency_s
-        return num_bytes / hop_bytes_per_s(ranks, self.cluster), 2 * call_s(ranks, self.cluster)
+        num_bytes = 2 * self._stages(scheme)[0][0].fit.inputs.per_token
+        bytes_per_s, latency_s = link_among(scheme.num_devices, self.table.links, self.cluster)
+        return num_bytes / bytes_per_s, 2 * latency_s
 
     @cached_property
     def head_layers(self) -> float:
@@ -217,7 +182,13 @@ class DualLayerCost(SeparableCost):
         return MIXED_S if self.gather is not None and is_mixed else self.table.update_s
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
-        """Nothing moves between strategies: a rank holds all weights in both, or too many where these are of stages."""
+        """Nothing moves between strategies: a rank holds all weights in both, or too many where these are of stages.
+
+        A step has one layout of gradients, so that strategies which shard them otherwise do not follow one another.
+        """
+        strategies = (*before.distinct_schemes, *after.distinct_schemes)
+        if any(scheme.shard_gradients for scheme in strategies):
+            return 0.0 if hold_the_same(before, after, of_gradients=True) else MIXED_S
         is_staged = any(scheme.num_stages > 1 for scheme in (*before.schemes, *after.schemes))
         holds_more = self.gather is not None and is_staged and not hold_the_same(before, after)
         return MIXED_S if holds_more else 0.0
@@ -272,7 +243,7 @@ class DualLayerCost(SeparableCost):
         """What each stage has above the model state: equation 6, and what it leaves out, at each moment."""
         return [self._moments_of(scheme, stage, layers) for stage, layers in enumerate(self._stages(scheme))]
 
-    def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[_StageLayers]) -> dict[Moment, Line]:
+    def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[StageLayers]) -> dict[Moment, Line]:
         """The bytes of one stage at each moment: what its micro-batches in flight saved, and what the moment takes."""
         num_in_flight, inputs = scheme.num_stages - stage, layers[0].fit.inputs
         messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
@@ -332,13 +303,15 @@ class DualLayerCost(SeparableCost):
         if self.gather is not None:
             parts = self.gather.stage_parts(num_devices, scheme.layers_of_stage(stage))
         else:
-            parts = state_parts(
+            weights, gradients, optimizer = state_parts(
                 self.model, num_devices=num_devices, dtype=self.dtype, on_host=self.state_on_host,
                 narrow_gradients=self.narrow_gradients,
+                gradient_shares=scheme.degree if scheme.shard_gradients else 1,
             )  # fmt: skip
+            parts = weights, gradients + self._units.whole_bytes(scheme, stage), optimizer
         return dict.fromkeys(Moment, parts)
 
-    def _find(self, scheme: PipelineConfig) -> tuple[tuple[_StageLayers, ...], ...]:
+    def _find(self, scheme: PipelineConfig) -> tuple[tuple[StageLayers, ...], ...]:
         """The layers of each stage of ``scheme`` by method.
 
         Raises:
@@ -349,6 +322,8 @@ class DualLayerCost(SeparableCost):
             tiles = f"tiles of {self.tile_tokens:,} tokens" if self.tile_tokens else "no tiles of feed-forwards"
             others = "no groups of heads, and recompute as the model was prepared"
             raise InputError(f"no layer profile for scheme {scheme.name}; there are {tiles}, {others}")
+        if scheme.shard_gradients and (self.gather is not None or not self.unit_params):
+            raise InputError(f"no costs of scheme {scheme.name}: its gradients are not of layers with whole weights")
         fits = self._tiled_fits if scheme.tile_tokens else self.fits
         is_measured = all((scheme.degree, method) in fits for method in set(scheme.methods))
         if not is_measured or scheme.num_layers != self.table.num_layers:
@@ -358,7 +333,7 @@ class DualLayerCost(SeparableCost):
             )
         return tuple(self._layers_of(scheme, stage) for stage in range(scheme.num_stages))
 
-    def _layers_of(self, scheme: PipelineConfig, stage: int) -> tuple[_StageLayers, ...]:
+    def _layers_of(self, scheme: PipelineConfig, stage: int) -> tuple[StageLayers, ...]:
         layers = scheme.layers_of_stage(stage)
         methods = scheme.methods[layers.start : layers.stop]
         recomputed = Counter(compress(methods, scheme.recompute[layers.start : layers.stop]))
@@ -367,7 +342,7 @@ class DualLayerCost(SeparableCost):
         rest = float(stage == scheme.num_stages - 1)
         fits = self._tiled_fits if scheme.tile_tokens else self.fits
         return tuple(
-            _StageLayers(
+            StageLayers(
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
             )
@@ -381,7 +356,7 @@ def _fits(table: LayerTable, tile_tokens: int) -> Mapping[tuple[int, Method], De
     return {(degree, Method(method)): fit_degree(of) for (degree, method), of in rows.items() if of}
 
 
-def _times_s(length: np.ndarray, layers: Sequence[_StageLayers]) -> np.ndarray:
+def _times_s(length: np.ndarray, layers: Sequence[StageLayers]) -> np.ndarray:
     """Seconds that each sequence adds to a stage."""
     times_s = np.zeros_like(length)
     for part in layers:

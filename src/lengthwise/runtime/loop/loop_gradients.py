@@ -78,5 +78,7 @@ class LoopGradients:
         assert self._state is not None, "there are parameters"
         self._state.settle()
         if name not in self._state.gradient_views:
-            raise InputError(gradient_is_sent(name, "gradients are sharded (shard_gradients)"))
+            raise InputError(
+                gradient_is_sent(name, "gradients are sharded (shard_gradients)", "shard_gradients='none'")
+            )
         return self._state.gradient_views[name]

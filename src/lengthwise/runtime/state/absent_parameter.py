@@ -55,12 +55,12 @@ class AbsentParameter(nn.Parameter):
         )
 
 
-def gradient_is_sent(name: str, reason: str) -> str:
+def gradient_is_sent(name: str, reason: str, way_out: str = "weights='whole'") -> str:
     """Say why a loop cannot read or clip the gradient of a parameter, and what to do."""
     return (
         f"the gradient of {name} is not here: {reason}, so each goes to its owner within the backward. "
         "step.update() clips by clip_norm= of prepare and returns the norm; leave clip_grad_norm_, scaler.unscale_ "
-        "and optimizers of your own out. To look at gradients of single parameters use weights='whole' in prepare(...)"
+        f"and optimizers of your own out. To look at gradients of single parameters use {way_out} in prepare(...)"
     )
 
 

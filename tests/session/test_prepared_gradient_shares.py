@@ -1,0 +1,116 @@
+"""`prepare(shard_gradients=...)` trains what one device trains, of gradients of which each rank keeps a share."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.errors import InputError
+from lengthwise.core.layout import shard_size
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.session.weight_placement import shared_gradients
+from tests.cost.profiled.test_dual_layer import CLUSTER
+from tests.cost.profiled.test_dual_layer import table as profiled
+from tests.session import models
+from tests.session.loops import as_started_by_torchrun, step_through, train_in_parts, weights_of
+from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, loop_on_one_device
+
+SHARDED = OPTIONS | {"shard_gradients": "all", "policy": "static", "recompute": "none"}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return loop_on_one_device()
+
+
+def train_sharded(make, options):
+    """Losses, degrees and weights; the parameters of each unit, and how many gradients this rank kept."""
+    as_started_by_torchrun()
+    model = make()
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **options)
+    losses, degrees, _ = step_through(run)
+    num_kept = len(run.state.gradients)
+    run.close()
+    return losses, degrees, weights_of(model), run.state.table.unit_sizes, num_kept
+
+
+def sparse_gpt():
+    model = models.gpt()
+    model.tokens.sparse = True
+    return model
+
+
+@pytest.mark.parametrize(("num_ranks", "make"), [(2, sparse_gpt), (3, models.gpt), (4, models.gpt)])
+def test_shares_of_gradients_train_what_one_device_trains(ranks, alone, num_ranks, make):
+    """With clipping by the norm of all gradients, which has a part on every rank."""
+    for losses, degrees, weights, sizes, num_kept in ranks(num_ranks).run(train_sharded, make, SHARDED):
+        np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
+        assert_equal_weights(weights, alone[1])
+        (degree,) = {degree for step in degrees for degree in step}
+        assert degree > 1 and num_kept == sum(shard_size(size, degree) for size in sizes)
+
+
+def test_a_run_goes_on_with_other_ranks_and_other_shares_of_gradients(ranks, alone, tmp_path):
+    options, found = {name: value for name, value in SHARDED.items() if name != "steps"}, []
+    for num_ranks, shards, last in ((3, "all", 2), (2, "none", 3), (4, "all", STEPS)):
+        losses, weights = ranks(num_ranks).run(
+            train_in_parts, tmp_path, first=not found, last=last, options=options | {"shard_gradients": shards}
+        )[0]
+        found += losses
+    np.testing.assert_allclose(found, alone[0], rtol=EXACT)
+    assert_equal_weights(weights, alone[1])
+
+
+def read_gradients(reads, refusal):
+    as_started_by_torchrun()
+    model = models.gpt()
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **SHARDED)
+    step = next(iter(run.steps()))
+    for micro_batch in step:
+        step.backward(run.model(**micro_batch.inputs)[1])
+    with pytest.raises(InputError, match=refusal):
+        reads(model)
+    run.close()
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def update(model):
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    ("reads", "refusal"),
+    [
+        (clip, r"gradient of .* is not here: gradients are sharded.*shard_gradients='none'"),
+        (update, r"SGD\.step\(\) would update .*, which step\.update\(\) updates"),
+    ],
+)
+def test_a_loop_that_clips_or_updates_by_itself_is_refused(ranks, reads, refusal):
+    ranks(2).run(read_gradients, reads, refusal)
+
+
+def prepared(*, state=ShardedState, gather=None):
+    return SimpleNamespace(state=object.__new__(state), gather=gather)
+
+
+def test_gradients_are_sharded_where_weights_are_whole_and_asked_for():
+    everything, auto = PrepareOptions(shard_gradients="all"), PrepareOptions(shard_gradients="auto")
+    cost = models.mixed_cost()
+    assert PrepareOptions().shard_gradients == "none"
+    assert shared_gradients(prepared(), everything, cost) == "all"
+    assert shared_gradients(prepared(gather=object()), everything, cost) == "none"
+    assert shared_gradients(prepared(), auto, cost) == "none", "this cost lets phases shard them in different ways"
+    assert shared_gradients(prepared(), auto, DualLayerCost(profiled(), cluster=CLUSTER)) == "auto"
+    coupled = {"coupled_loss": sum}
+    assert shared_gradients(prepared(), auto.model_copy(update=coupled), cost) == "none"
+    with pytest.raises(InputError, match="shard_gradients='all', and FSDP2 shards the model"):
+        shared_gradients(prepared(state=object), everything, cost)
+    with pytest.raises(InputError, match="shard_gradients='all', and coupled_loss= computes"):
+        shared_gradients(prepared(), everything.model_copy(update=coupled), cost)
