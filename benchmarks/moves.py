@@ -1,6 +1,6 @@
 """What `auto` gains where it may shard the gradients of every micro-batch, and the bytes that this saves on real ranks.
 
-    python benchmarks/moves.py --plan      # simulated: no torch, about half an hour of one core
+    python benchmarks/moves.py --plan      # simulated: no torch, ten minutes of one core with --gpus 64
     python benchmarks/moves.py --memory    # two and four ranks, processes of one thread joined by Gloo: a minute
 
 Planned: the same global batches with `shard_gradients` none and auto. Counted: what a rank of this library's own Llama
