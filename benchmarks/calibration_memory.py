@@ -78,14 +78,17 @@ def kept_beside_bytes(row: Row, stage: int) -> float:
     """Bytes per token of a rank that a system's layers keep and ours do not.
 
     Where operations between products are not fused, the activation's output before it meets the gate, and the inputs of
-    both norms in float32. Nanotron also keeps both inputs that tensor parallelism has gathered.
+    both norms in float32. Nanotron also keeps both inputs that tensor parallelism has gathered, and ALST in a layer's
+    attention queries, keys and values as they are before, in and after the exchange.
     """
     scheme, model = row.scheme, row.model
     kept = sum(not scheme.recompute[layer] for layer in scheme.layers_of_stage(stage))
     kept = 1 if any(scheme.recompute) else kept * (scheme.num_stages - stage)
     unfused = row.is_unfused * (2 * model.ffn_size + 2 * 4 * model.hidden_size)
     gathered = (row.system == "nanotron") * 2 * 2 * model.hidden_size * (scheme.degree - 1)
-    return float(kept * (unfused + gathered))
+    is_exchanged = row.system == "alst" and scheme.degree > 1
+    exchanged = is_exchanged * 3 * 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_size
+    return float(kept * (unfused + gathered) + exchanged)
 
 
 def predicted_gib(row: Row) -> tuple[float, float]:

@@ -7,11 +7,12 @@ from its owners when weights are pulled, and goes to them when gradients are pus
 from dataclasses import dataclass
 from functools import cached_property
 
+from lengthwise.core.layout import shard_size
 from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY, host_copy_bytes_per_s
-from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes
+from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, largest_unit
 from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 
 
@@ -57,6 +58,11 @@ def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_d
         return later // scheme.num_devices
     is_whole = scheme.num_stages == 1 and (scheme.weights is WeightPlacement.WHOLE or scheme.degree == 1)
     return later // (num_devices if is_whole else scheme.num_stages)
+
+
+def arriving_params(model: ModelSpec, scheme: PipelineConfig, *, num_devices: int) -> int:
+    """Gradients that a rank gets of the largest unit, which is pushed beneath the backward of another."""
+    return 0 if num_devices == 1 or scheme.shard_gradients else shard_size(largest_unit(model), num_devices)
 
 
 def largest_held_params(model: ModelSpec, scheme: PipelineConfig) -> int:

@@ -132,7 +132,7 @@ def test_groups_of_heads_free_queries_keys_and_values_and_exchange_them_once_mor
     assert COST.overhead_s(grouped) > COST.overhead_s(whole)
     leanest = replace(scheme_of(method, LAYERS, LAYERS, 4096), head_groups=4)
     one = replace(leanest, head_groups=1)
-    assert COST.max_tokens(leanest, num_devices=8) > 1.3 * COST.max_tokens(one, num_devices=8)
+    assert COST.max_tokens(leanest, num_devices=8) > 1.15 * COST.max_tokens(one, num_devices=8)
 
 
 def test_a_micro_batch_fits_the_host_too():

@@ -25,9 +25,14 @@ from lengthwise.cost.analytic.stage_memory import (
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
 from lengthwise.cost.gradient_reduction import whole_units
-from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, loss_bytes_per_token, state_parts
+from lengthwise.cost.memory_model import (
+    DTYPE_BYTES,
+    gradient_bytes,
+    loss_bytes_per_token,
+    state_parts,
+)
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
-from lengthwise.cost.weight_shards import held_params, pushed_params
+from lengthwise.cost.weight_shards import arriving_params, held_params, pushed_params
 
 
 class AnalyticCost(SeparableCost):
@@ -142,16 +147,18 @@ class AnalyticCost(SeparableCost):
         lines_of = partial(
             backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens
         )
+        gradient = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
         buffers = max(layer.volume.buffer_bytes for layer in layers)
+        num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
         moments: tuple[MemoryMoment, ...] = ()
         for activations, num_beside, num_outputs, backwards in (
-            (in_flight * saved, whole_at_last, in_flight, lines_of()),
-            (in_flight * saved - freed, whole_before, in_flight, lines_of()),
-            (first.on_device, num_pushed + whole_at_first, 1, lines_of(is_last=True)),
+            (in_flight * saved, num_arriving + whole_at_last, in_flight, lines_of()),
+            (in_flight * saved - freed, num_arriving + whole_before, in_flight, lines_of()),
+            (first.on_device, max(num_arriving, num_pushed) + whole_at_first, 1, lines_of(is_last=True)),
         ):
-            pushed = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients) * num_beside
+            pushed = gradient * num_beside
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
                 *(

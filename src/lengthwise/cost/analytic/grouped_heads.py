@@ -65,5 +65,5 @@ def grouped_heads(volume: LayerVolume, model: ModelSpec, *, degree: int, dtype: 
         kept_bytes=volume.kept_bytes - (heads.num_heads * size + keys + head_outputs) * width,
         live_bytes=(degree > 1) * (queries * queries_at_once + copies * keys_at_once) * width,
     )
-    sums = model.hidden_size * master / degree + keys * keys_at_once * (width + master)
+    sums = model.hidden_size * master / degree + keys * keys_at_once * (2 * width + master)
     return GroupedHeads(volume=in_groups, heads_at_once=queries_at_once, sum_bytes=sums)

@@ -148,8 +148,11 @@ def _again(
     if not scheme.keep_attention:
         return {"saved": volume.input_bytes, "again": needed, "second_forward": volume.forward}
     of_attention = attention_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    again = needed - of_attention
+    if has_groups(scheme, method):  # whose outputs are there in the split by tokens too, which the backward needs
+        again += of_attention * model.head_size * DTYPE_BYTES[dtype] / (model.head_size * DTYPE_BYTES[dtype] + 4)
     second = forward_without_attention(volume.forward, method)
-    return {"saved": volume.input_bytes + of_attention, "again": needed - of_attention, "second_forward": second}
+    return {"saved": volume.input_bytes + of_attention, "again": again, "second_forward": second}
 
 
 def moving_bytes(layers: Sequence[LayerBytes]) -> dict[LayerBytes, float]:

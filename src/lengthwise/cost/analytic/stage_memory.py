@@ -102,7 +102,7 @@ def backward_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: 
         inputs = (3 if model.gated_ffn else 1) * model.hidden_size * width / degree
         attention = volume.live_bytes + (queries - 2 * model.hidden_size * width) / degree  # both of its norm are freed
         return passed + max(inputs, (gradients + freed) / degree, attention)
-    if layer.group_bytes:
+    if layer.group_bytes or method in (Method.ULYSSES, Method.ULYSSES_Z):
         return max(gradients, _attention_bytes(layer, model, degree=degree, widths=widths) - freed)
     return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
 
@@ -134,11 +134,13 @@ def backward_lines(
             again = layer.again + moving[layer]
             tile = _tile_bytes(layer.method, model, degree=degree, width=widths[0])
             outside = 2 * model.hidden_size * widths[0] / degree
-            is_there = layer.is_recomputed * layer.volume.input_bytes  # the input, which is also what its norm needs
+            tokens = layer.volume.input_bytes
+            is_there = layer.is_recomputed * tokens  # the input, which is also what its norm needs
+            freed = 0.0 if layer.is_recomputed else tokens  # of the half; the output's gradient, which recompute holds
             attention = _attention_bytes(layer, model, degree=degree, widths=widths)
             lines += [
-                Line(layer.summed, again + outside, tile, tile_tokens * degree),
-                Line(0.0, again - is_there + attention),
+                Line(layer.summed, again - is_there + outside, tile, tile_tokens * degree),
+                Line(0.0, again - is_there - freed + attention),
             ]
     return lines
 
@@ -154,19 +156,26 @@ def _tile_bytes(method: Method, model: ModelSpec, *, degree: int, width: int) ->
 def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: tuple[int, int]) -> float:
     """Bytes per token of the pack that attention's backward takes: buffers of communication, gradients, float32 sums.
 
-    Without communication: gradients of output, queries, keys and values, and the sums that the kernel adds up.
+    Without communication, or all of it before and after: gradients of output, queries, keys and values, and what the
+    kernel adds up: sums for queries, and where several read a key/value head, gradients of its copies.
     """
     width, master = widths
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    copies = 2 * queries * width if keys < queries else 0
     if layer.group_bytes:
-        at_once = layer.heads_at_once * queries * (2 * master + 6 * width + 4) / degree
-        tokens = model.hidden_size * width / degree  # gradients of the layer's and attention's outputs; what is added
-        return 3 * tokens + layer.volume.live_bytes + at_once + layer.group_bytes
-    if layer.volume.live_bytes and layer.method is not Method.MEGATRON_TS:
+        # Queries, outputs and their gradients: what the kernel adds up beside them, or both sides of the exchange.
+        at_once = layer.heads_at_once * max(queries * (4 * width + 4) + copies, 8 * queries * width) / degree
+        return model.hidden_size * width / degree + at_once + layer.group_bytes
+    has_exchange = layer.method in (Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS)
+    if layer.volume.live_bytes and not has_exchange:
         return layer.volume.live_bytes + queries * (2 * master + 6 * width + 4) / degree
-    gradients = (queries * (2 * width + 4) + (2 * keys + model.hidden_size) * width) / degree
-    gathered = 1 if layer.method is Method.MEGATRON_TS and degree > 1 else 0  # of three, once the output's is used
-    return layer.volume.live_bytes - gathered * model.hidden_size * width + gradients
+    gradients = (queries * (2 * width + 4) + copies + (2 * keys + model.hidden_size) * width) / degree
+    if degree == 1:
+        return gradients
+    if layer.method is not Method.MEGATRON_TS:
+        return gradients - queries * width / degree  # the output of a rank's own tokens is used by then
+    gathered = model.hidden_size * width  # of three: without the output's, once it is used, or when all are made
+    return layer.volume.live_bytes + max(gradients - gathered, gathered / degree)
 
 
 def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:

@@ -134,13 +134,13 @@ class Recorder(TorchDispatchMode):
         out = self._run(func, name, args, kwargs)
         if name == "view":
             attention_kernels.carry(args[0], out)
-        if name not in _WITHOUT_KERNEL and not func.is_view:
-            self.kernels[name] += 1
-            self._count_flops(func, args, kwargs, out)
-            self._issue(func, name, args, kwargs, out)
         for tensor in _tensors((out,)):
             if is_on_device(tensor):
                 self.memory.allocate(tensor, f"{self.operation}, {name}")
+        if name not in _WITHOUT_KERNEL and not func.is_view:
+            self.kernels[name] += 1
+            self._count_flops(func, args, kwargs, out)  # after its results, beside which a kernel has its workspace
+            self._issue(func, name, args, kwargs, out)
         return out
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:

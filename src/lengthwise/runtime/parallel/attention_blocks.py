@@ -146,6 +146,10 @@ class PackedTask:
     """Queries and keys of the largest block."""
     causal: bool
 
+    def is_of_all(self, num_queries: int, num_keys: int) -> bool:
+        """Whether it is of so many queries and keys, each where it lies."""
+        return self.query_rows == slice(0, num_queries) and self.key_rows == slice(0, num_keys)
+
     def queries(self, x: Tensor) -> Tensor:
         """Rows of ``x`` [t, ...]: ``[Q, ...]``; a view where they are neighbours, else a copy."""
         return x[self.query_rows]

@@ -95,7 +95,9 @@ def ulysses_attention(
     (start, end), (first, last) = runs[group.rank]
     num_mine, num_kv = end - start, last - first
     received = [size * (num_mine + 2 * num_kv) * head_size for size in sizes]
-    qkv_TnH = all_to_all(torch.cat(parts), [part.numel() for part in parts], received, group)
+    sent = [part.numel() for part in parts]
+    parts[:] = [torch.cat(parts)]  # what is sent is freed once it is
+    qkv_TnH = all_to_all(parts.pop(), sent, received, group)
     qkv_TnH = qkv_TnH.view(sum(sizes), num_mine + 2 * num_kv, head_size)
     if exchange.into is not None:
         qkv_TnH = qkv_TnH[exchange.into]
@@ -111,6 +113,7 @@ def ulysses_attention(
     else:
         with kernels_of(kept_attention):
             out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal)
+    del qkv_TnH, q_TnH, k_TkH, v_TkH
     if exchange.back is not None:
         out_TnH = out_TnH[exchange.back]
     counts = [end - start for (start, end), _ in runs]

@@ -148,10 +148,12 @@ class GroupedAttention:
         rank, head_size = self.exchange.group.rank, pieces[0][0].shape[2]
         own_counts = [count[rank] for count in counts]
         receive = [size * sum(own_counts) * head_size for size in self.exchange.sizes]
-        arrived = self.exchange.group.all_to_all(torch.cat(sent), [len(part) for part in sent], receive)
+        sizes = [len(part) for part in sent]
+        sent[:] = [torch.cat(sent)]  # what is sent is freed once it is
+        arrived = self.exchange.group.all_to_all(sent.pop(), sizes, receive)
         arrived = arrived.view(sum(self.exchange.sizes), sum(own_counts), head_size)
         arrived = arrived if self.exchange.into is None else arrived[self.exchange.into]
-        return list(arrived.split(own_counts, dim=1))
+        return [part.contiguous() for part in arrived.split(own_counts, dim=1)]
 
     def to_tokens(self, pieces: Sequence[Tensor], of: Sequence[Callable[[RankHeads], Run]], group: HeadGroup) -> Tensor:
         """Trade heads for tokens: ``[t, n, H]`` of all ranks' heads, piece by piece, of this rank's ``[T, n, H]``."""
@@ -212,12 +214,9 @@ class _Grouped(torch.autograd.Function):
         y_tD, saved, present = torch.zeros_like(x_tD), [], None
         for group in grouped.groups:
             q, present = _arrive(x_tD, grouped, group, projection, present)
-            if q.shape[1]:
-                attend = partial(ring_forward, q, *_read(present, group), grouped.ring)
-                out, lse = attend() if kept_attention is None else kept_attention.give(attend)
-            else:
-                out, lse = q, q.new_empty(0)
+            out, lse = _attend(q, present, grouped, group, kept_attention)
             out_t = grouped.to_tokens([out], [_queries], group)
+            del q, out
             y_tD.addmm_(out_t.flatten(1), projection.proj[group.query_heads].flatten(0, 1))
             saved += [out_t, lse]
             present = _stay(present, group)
@@ -236,22 +235,9 @@ class _Grouped(torch.autograd.Function):
             None if projection.bias is None else torch.zeros_like(projection.bias),
             torch.zeros_like(projection.proj),
         )
-        dx_tD, present, dpresent = torch.zeros_like(x_tD, dtype=wide), None, None
+        dx_tD, stay = torch.zeros_like(x_tD, dtype=wide), [(None, None)]
         for group, out_t, lse in zip(grouped.groups, saved[::2], saved[1::2]):
-            proj = projection.proj[group.query_heads].flatten(0, 1)
-            dout_t = (dy_tD @ proj.T).unflatten(1, (group.num_queries, projection.proj.shape[1]))
-            gradients.proj[group.query_heads] = (out_t.flatten(1).T @ dy_tD).unflatten(0, out_t.shape[1:])
-            q, present, out, dout = _arrive(x_tD, grouped, group, projection, present, beside=(out_t, dout_t))
-            dpresent = _grown(dpresent, present[0], wide)
-            dq = q
-            if q.shape[1]:
-                dq, *dkv = ring_backward(dout, q, *_read(present, group), out, lse, grouped.ring)
-                _add_read(dpresent, dkv, group)
-            num_left = _size(group.mine.leaves)
-            left = [dx[:, :num_left].to(q.dtype) for dx in dpresent]
-            dheads = grouped.to_tokens([dq, *left], [_queries, _leaves, _leaves], group)
-            _project_back(dheads, x_tD, dx_tD, grouped, group, projection, gradients)
-            present, dpresent = _stay(present, group), _stay(dpresent, group)
+            _group_backward(dy_tD, x_tD, dx_tD, grouped, group, projection, gradients, (out_t, lse), stay)
         named = {"qkv": gradients.qkv.flatten(0, 1), "proj": gradients.proj.flatten(0, 1)}
         if gradients.bias is not None:
             named["qkv_bias"] = gradients.bias.flatten()
@@ -262,6 +248,36 @@ Pair = tuple[Tensor, Tensor]
 """Keys and values of this rank's heads, ``[T, k, H]`` each; or their gradients."""
 
 
+def _group_backward(  # type: ignore[no-untyped-def]
+    dy_tD, x_tD, dx_tD, grouped, group, projection, gradients, result, stay
+):
+    """Add the gradients of one group, whose attention gave ``result``.
+
+    ``stay``: keys and values of groups before that this one reads too, and their gradients so far; afterwards those
+    that later groups need.
+    """
+    (out_t, lse), (present, dpresent) = result, stay.pop()
+    proj = projection.proj[group.query_heads].flatten(0, 1)
+    dout_t = (dy_tD @ proj.T).unflatten(1, (group.num_queries, projection.proj.shape[1]))
+    gradients.proj[group.query_heads] = (out_t.flatten(1).T @ dy_tD).unflatten(0, out_t.shape[1:])
+    q, present, out, dout = _arrive(x_tD, grouped, group, projection, present, beside=(out_t, dout_t))
+    del dout_t
+    dpresent = _grown(dpresent, present[0], dx_tD.dtype)
+    dq = q
+    if q.shape[1]:
+        dq, *dkv = ring_backward(dout, q, *_read(present, group), out, lse, grouped.ring)
+        _add_read(dpresent, dkv, group)
+        del dkv
+    del q, out, dout
+    num_left = _size(group.mine.leaves)
+    left = [dx[:, :num_left].to(x_tD.dtype) for dx in dpresent]
+    stay.append((_stay(present, group), _stay(dpresent, group)))
+    del present, dpresent
+    dheads = grouped.to_tokens([dq, *left], [_queries, _leaves, _leaves], group)
+    del dq, left
+    _project_back(dheads, x_tD, dx_tD, grouped, group, projection, gradients)
+
+
 def _arrive(x_tD, grouped, group, projection, present, beside=()):  # type: ignore[no-untyped-def]
     """This rank's queries ``[T, n, H]``, its keys and values together with those ``present``, and what comes beside."""
     heads = projection.heads(x_tD, group.comes)
@@ -270,8 +286,16 @@ def _arrive(x_tD, grouped, group, projection, present, beside=()):  # type: igno
     pieces = [(q, _queries), (k, _comes), (v, _comes), *((piece, _queries) for piece in beside)]
     q, k, v, *others = grouped.to_heads(pieces, group)
     if present is not None:
-        k, v = (torch.cat([old, new], dim=1) if old.shape[1] else new for old, new in zip(present, (k, v)))
+        k, v = (torch.cat([old, new], dim=1) if new.shape[1] else old for old, new in zip(present, (k, v)))
     return q, (k, v), *others
+
+
+def _attend(q, present, grouped, group, kept_attention):  # type: ignore[no-untyped-def]
+    """Attention of a group's queries, and its log-sum-exps."""
+    if not q.shape[1]:
+        return q, q.new_empty(0)
+    attend = partial(ring_forward, q, *_read(present, group), grouped.ring)
+    return attend() if kept_attention is None else kept_attention.give(attend)
 
 
 def _read(present: Pair, group: HeadGroup) -> Pair:
@@ -290,16 +314,22 @@ def _add_read(dpresent: Pair, dkv: Sequence[Tensor], group: HeadGroup) -> None:
             total.index_add_(1, group.reads, dx.to(total.dtype))
 
 
-def _stay(present: Pair, group: HeadGroup) -> Pair:
-    """Keys and values that later groups read too."""
+def _stay(present: Pair, group: HeadGroup) -> Pair | None:
+    """Keys and values that later groups read too, without the storage of those that no other does; None: there are
+    none.
+    """
     num_left = _size(group.mine.leaves)
-    return present[0][:, num_left:], present[1][:, num_left:]
+    if num_left == present[0].shape[1]:
+        return None
+    return present[0][:, num_left:].contiguous(), present[1][:, num_left:].contiguous()
 
 
 def _grown(dpresent: Pair | None, keys: Tensor, wide: torch.dtype) -> Pair:
     """Gradients of keys and values so far, with zeros for those that came."""
     before = 0 if dpresent is None else dpresent[0].shape[1]
     room = (len(keys), keys.shape[1] - before, keys.shape[2])
+    if dpresent is not None and not room[1]:
+        return dpresent
     new = (keys.new_zeros(room, dtype=wide), keys.new_zeros(room, dtype=wide))
     if dpresent is None or not before:
         return new

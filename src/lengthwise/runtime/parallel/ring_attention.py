@@ -51,6 +51,16 @@ class Ring:
             self.packed_tasks[source] = packed(tasks, q.device)
         return self.packed_tasks[source]
 
+    def only_launch(self, q: Tensor, k: Tensor) -> PackedTask | None:
+        """The launch that is all of a rank's attention by itself, with nothing to merge and no sums; None: there are
+        more, or other ranks.
+        """
+        if self.group.size > 1:
+            return None
+        first, *others = self.tasks_of(self.group.rank, q) or (None,)
+        is_all = isinstance(first, PackedTask) and not others and first.is_of_all(len(q), len(k))
+        return first if is_all else None  # type: ignore[return-value]
+
     def ordered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Reorder this rank's rows into the order of the view."""
         return tensors if self.into is None else tuple(x[self.into] for x in tensors)
@@ -188,6 +198,8 @@ def ring_forward(
     q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring, *, sinks_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output ``[t, N, H]`` and log-sum-exps ``[t, N]``. p - 1 hops of 2 t K H numbers."""
+    if sinks_N is None and (launch := ring.only_launch(q_tNH, k_tKH)) is not None:
+        return launch.attend(q_tNH, k_tKH, v_tKH)
     wide = torch.promote_types(q_tNH.dtype, torch.float32)
     out = q_tNH.new_zeros(q_tNH.shape, dtype=wide)
     lse = q_tNH.new_full(q_tNH.shape[:2], -torch.inf, dtype=wide)
@@ -245,6 +257,8 @@ def ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ring: Ring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's queries, keys and values. p - 1 hops of blocks, p of their gradients."""
+    if (launch := ring.only_launch(q, k)) is not None:
+        return launch.attend_backward(dout, (q, k, v), out, lse)
     wide = lse.dtype
     dq = torch.zeros_like(q, dtype=wide)
 

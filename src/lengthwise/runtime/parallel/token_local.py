@@ -44,11 +44,13 @@ class TokenLocal:
             return layer_weights.leave(
                 self.grouped(layer_weights.enter(x_tD), layer_weights, weights, self.kept_attention)
             )
-        qkv_tE = layer_weights.linear(
-            layer_weights.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias"
-        )
-        out_tNH = self.attend(*weights.heads(qkv_tE, self.tables))
+        out_tNH = self.attend(*self._heads(x_tD, weights))
         return layer_weights.leave(layer_weights.matmul(out_tNH.flatten(1), "proj"))
+
+    def _heads(self, x_tD: Tensor, weights: AttentionWeights) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; the projection that they are split from is freed."""
+        layer_weights, bias = self.whole_attention, None if weights.qkv_bias is None else "qkv_bias"
+        return weights.heads(layer_weights.linear(layer_weights.enter(x_tD), "qkv", bias), self.tables)
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         """Up, activation, down: ``[t, D]``."""
