@@ -56,6 +56,8 @@ class LayerRow:
     """And in that of what comes before the layers, when these keep nothing any more."""
     tile_tokens: int = 0
     """Slots that feed-forward modules computed at a time; 0: as many as the model was prepared with."""
+    keep_attention: bool = False
+    """Whether the layer was recomputed but for attention: t_b has its second forward, and m is what attention gave."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -150,12 +152,24 @@ class LayerTable:
         """Slots of the tiles that were measured too; 0: none."""
         return max(row.tile_tokens for row in self.rows)
 
-    def of_degree(self, degree: int, method: str = "dense", *, tile_tokens: int = 0) -> tuple[LayerRow, ...]:
-        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``, in such tiles."""
+    @cached_property
+    def keeps_attention(self) -> bool:
+        """Whether layers that keep what attention gave were measured too."""
+        return any(row.keep_attention for row in self.rows)
+
+    def of_degree(
+        self, degree: int, method: str = "dense", *, tile_tokens: int = 0, keep_attention: bool = False
+    ) -> tuple[LayerRow, ...]:
+        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``, in such tiles; or those of
+        layers that keep what attention gave.
+        """
         return tuple(
             row
             for row in self.rows
-            if row.degree == degree and method in (row.method, "dense") and row.tile_tokens == tile_tokens
+            if row.degree == degree
+            and method in (row.method, "dense")
+            and row.tile_tokens == tile_tokens
+            and row.keep_attention == keep_attention
         )
 
     @property

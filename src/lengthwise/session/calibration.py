@@ -78,30 +78,40 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
     rows = (*other_rows, *fresh.rows)
+    of_degree = [(degree, method) for method in methods]
     if table.tile_tokens:
-        of_degree = [(degree, method) for method in methods]
-        rows += measured_tiles(run, table, of_degree, tile_tokens=table.tile_tokens)
+        rows += measured_rows(run, table, of_degree, tile_tokens=table.tile_tokens)
+    if table.keeps_attention:
+        rows += measured_rows(run, table, of_degree, keep_attention=True)
     return cost.with_table(replace(table, rows=rows))
 
 
-def measured_tiles(
-    prepared: PreparedModel, table: LayerTable, shared: Sequence[tuple[int, Method]], *, tile_tokens: int
+def measured_rows(
+    prepared: PreparedModel,
+    table: LayerTable,
+    shared: Sequence[tuple[int, Method]],
+    *,
+    tile_tokens: int = 0,
+    keep_attention: bool = False,
 ) -> tuple[LayerRow, ...]:
-    """Rows of the same model in tiles of so many slots; none if not even the shortest pack that has several fits."""
+    """Rows of the same model in tiles of so many slots, or with layers that are recomputed but for their attention;
+    none if not even the shortest pack that can show it fits.
+    """
     methods = tuple(dict.fromkeys(method for _, method in shared if method is not Method.DENSE)) or (Method.ULYSSES,)
     try:
-        tiled = measure(
+        measured = measure(
             prepared,
             longest=table.longest,
             degrees=sorted({degree for degree, _ in shared}),
             methods=methods,
             update_s=table.update_s,
             tile_tokens=tile_tokens,
+            keep_attention=keep_attention,
         )
     except InputError as error:
-        _log.debug("plans have no tiles: %s", error)
+        _log.debug("plans have no %s: %s", "tiles" if tile_tokens else "layers that keep attention", error)
         return ()
-    return tiled.rows
+    return measured.rows
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:

@@ -1,24 +1,28 @@
-"""What a prepared run does where its longest sequence does not fit: feed-forwards compute tiles, as plans say, and the
-optimizer's state goes to host memory. Neither is looked at where it fits.
+"""What a prepared run does where its longest sequence does not fit. Without recompute: recomputed layers may keep what
+attention gave. With every layer recomputed: feed-forwards compute tiles, as plans say, and the optimizer's state goes
+to host memory. Nothing of it is looked at where the sequence fits.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.layer_profile import LayerRow
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.space.memory_ladder import TILE_TOKENS
+from lengthwise.plan.space.memory_ladder import PAYS, TILE_TOKENS
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.two_layer_profile import measure_update
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_tiles
-from lengthwise.session.calibration import measured_tiles, profile_path
+from lengthwise.session.calibration import measured_rows, profile_path
 
 _log = logging.getLogger("lengthwise")
 
@@ -33,7 +37,8 @@ def with_longest_fitting(
     longest: int,
     plan_with: Callable[[CostModel], Planner],
 ) -> CostModel:
-    """The costs of tiles and of a state in host memory too, where a sequence of ``longest`` tokens needs them.
+    """The costs of kept attention, tiles and a state in host memory too, where a sequence of ``longest`` tokens needs
+    them.
 
     Every rank calls this. ``plan_with``: makes the planner under a cost model.
 
@@ -41,9 +46,54 @@ def with_longest_fitting(
         CheckError: gradients differ in tiles.
         InfeasibleError: the sequence fits nowhere.
     """
-    if not isinstance(cost, DualLayerCost) or cost.holds(longest):
+    if not isinstance(cost, DualLayerCost):
+        return cost
+    cost = _with_kept_attention(prepared, options, cost, longest)
+    if cost.holds(longest):
         return cost
     return _with_state_placed(prepared, options, _with_tiles(prepared, options, cost), longest, plan_with)
+
+
+def _with_kept_attention(
+    prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost, longest: int
+) -> DualLayerCost:
+    """The costs of layers that are recomputed but for their attention too, if the longest sequence needs recompute and
+    attention is enough of that to pay; the model is compared with the stock model so, and measured.
+    """
+    may_keep = options.recompute == "auto" and not options.compile and prepared.wrapped_model.by_sequence is None
+    if not may_keep or cost.holds(longest, recompute=False) or not _attention_pays(cost, longest):
+        return cost
+    if options.check:
+        most_degree = max(degree for degree, _ in cost.fits)
+        degrees = sorted({1, most_degree})
+        check_exact(prepared, degrees=degrees, methods=options.sharing_methods, recompute=("selective",))
+    prepared.wrapped_model.layers.may_keep_attention = True
+    if cost.table.keeps_attention:  # measured in an earlier run
+        return cost
+    rows = measured_rows(prepared, cost.table, list(cost.fits), keep_attention=True)
+    if all(row.kept_bytes <= 1 for row in rows):
+        _log.debug("plans keep no attention: layers launch no kernel of attention that is known")
+        return cost
+    return _with_rows(prepared, options, cost, rows)
+
+
+def _attention_pays(cost: DualLayerCost, longest: int) -> bool:
+    """Whether what grows with the square of a length is enough of a recomputed layer's time to be worth keeping."""
+    for fit in cost.fits.values():
+        forward_s, backward_s = (float(c.of_sequences(np.array(longest))) for c in (fit.forward, fit.backward))
+        if fit.forward.a_s * longest**2 > PAYS * (2 * forward_s + backward_s):
+            return True
+    return False
+
+
+def _with_rows(
+    prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost, rows: tuple[LayerRow, ...]
+) -> DualLayerCost:
+    """The costs with more rows, which are saved with the others."""
+    table = replace(cost.table, rows=(*cost.table.rows, *rows))
+    if rows and options.cost is None and prepared.world.is_first:
+        table.save(profile_path(prepared, options))
+    return cost.with_table(table)
 
 
 def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost) -> DualLayerCost:
@@ -68,11 +118,8 @@ def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLaye
         check_exact(prepared, degrees=degrees, methods=options.sharing_methods, recompute=recompute)
     if cost.tile_tokens:  # measured in an earlier run
         return cost
-    rows = measured_tiles(prepared, cost.table, list(cost.fits), tile_tokens=tile_tokens)
-    table = replace(cost.table, rows=(*cost.table.rows, *rows))
-    if rows and options.cost is None and prepared.world.is_first:
-        table.save(profile_path(prepared, options))
-    return cost.with_table(table)
+    rows = measured_rows(prepared, cost.table, list(cost.fits), tile_tokens=tile_tokens)
+    return _with_rows(prepared, options, cost, rows)
 
 
 def _with_state_placed(

@@ -101,6 +101,7 @@ class DualLayerCost(SeparableCost):
         self.table, self.gather, self.unit_params = table, gather, unit_params
         self.fits = _fits(table, 0)
         self._tiled_fits = _fits(table, self.tile_tokens) if self.tile_tokens else {}
+        self._selective_fits = _fits(table, 0, keep_attention=True)
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
@@ -141,16 +142,7 @@ class DualLayerCost(SeparableCost):
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
         gather_s = 0.0 if self.gather is None or scheme.num_stages > 1 else self.gather.micro_batch_s(self.cluster)
-        of_stages = [
-            sum(
-                (part.num_layers + part.recomputed) * part.fit.forward.c_s
-                + part.num_layers * part.fit.backward.c_s
-                + part.rest * part.fit.constant.c_s
-                + part.fixed_copy_s
-                for part in layers
-            )
-            for layers in self._stages(scheme)
-        ]
+        of_stages = [sum(part.fixed_s for part in layers) for layers in self._stages(scheme)]
         reduction = self.reduction(scheme)
         reduced_s = 0.0 if reduction is None else reduction.least_s
         return gather_s + max(of_stages) + self.sent_s(scheme)[1] + reduced_s
@@ -193,11 +185,11 @@ class DualLayerCost(SeparableCost):
         holds_more = self.gather is not None and is_staged and not hold_the_same(before, after)
         return MIXED_S if holds_more else 0.0
 
-    def holds(self, longest: int) -> bool:
-        """Whether a sequence of ``longest`` tokens fits on some number of ranks, with every layer recomputed."""
+    def holds(self, longest: int, *, recompute: bool = True) -> bool:
+        """Whether a sequence of ``longest`` tokens fits on some number of ranks, every layer recomputed, or none."""
         num_layers, num_devices = self.table.num_layers, self.cluster.num_devices
         schemes = [
-            uniform_scheme(num_layers, degree=degree, method=method, recomputed=num_layers)
+            uniform_scheme(num_layers, degree=degree, method=method, recomputed=num_layers if recompute else 0)
             for degree, method in self.fits
         ]
         return any(self.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
@@ -249,16 +241,14 @@ class DualLayerCost(SeparableCost):
         messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
         saved: list[tuple[float, LinearBytes]] = [(messages, inputs)]
         for part in layers:
-            num_kept = part.num_layers - part.offloaded
-            saved += [(num_in_flight * (num_kept - part.recomputed), part.fit.kept_layer)]
-            saved += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs)]
+            saved += [(num_in_flight * count, line) for count, line in part.kept]
         moving_in_loss, moving = ([line for part in layers for line in part.moving(number)] for number in (1, 2))
         rest = [(part.rest, part.fit.rest) for part in layers]
         backwards = []
         for part in layers:
             of_layer = rest if part.fit.layer_backward is None else [(1.0, part.fit.layer_backward)]
             is_full = part.recomputed > 0 or (part.fit.layer_backward is None and num_in_flight > 1)
-            backwards.append(_sum([*saved, *moving, *of_layer, (is_full, part.fit.alive)]))
+            backwards.append(_sum([*saved, *moving, *of_layer, (is_full, part.alive)]))
         backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
         moments = {Moment.BACKWARD: backward}
         if stage == 0:  # the layers of this micro-batch keep nothing any more
@@ -315,16 +305,23 @@ class DualLayerCost(SeparableCost):
         """The layers of each stage of ``scheme`` by method.
 
         Raises:
-            InputError: ``scheme`` has other layers than the profile, or was not measured; or it has tiles, or groups of
-                heads, which were not.
+            InputError: ``scheme`` has other layers than the profile, or was not measured; or it has tiles, groups of
+                heads or kept attention, which were not.
         """
-        if scheme.tile_tokens not in (0, self.tile_tokens) or scheme.head_groups > 1 or scheme.keep_attention:
+        keeps = "layers that keep attention, neither offloaded nor in tiles" if self._selective_fits else "no others"
+        is_selective_alone = not (scheme.tile_tokens or scheme.num_offloaded) and bool(self._selective_fits)
+        if (
+            scheme.tile_tokens not in (0, self.tile_tokens)
+            or scheme.head_groups > 1
+            or (scheme.keep_attention and not is_selective_alone)
+        ):
             tiles = f"tiles of {self.tile_tokens:,} tokens" if self.tile_tokens else "no tiles of feed-forwards"
-            others = "no groups of heads, and recompute as the model was prepared"
+            others = f"no groups of heads, recompute as the model was prepared, and {keeps}"
             raise InputError(f"no layer profile for scheme {scheme.name}; there are {tiles}, {others}")
         if scheme.shard_gradients and (self.gather is not None or not self.unit_params):
             raise InputError(f"no costs of scheme {scheme.name}: its gradients are not of layers with whole weights")
         fits = self._tiled_fits if scheme.tile_tokens else self.fits
+        fits = {key: fits[key] for key in fits if not scheme.keep_attention or key in self._selective_fits}
         is_measured = all((scheme.degree, method) in fits for method in set(scheme.methods))
         if not is_measured or scheme.num_layers != self.table.num_layers:
             measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
@@ -345,27 +342,23 @@ class DualLayerCost(SeparableCost):
             StageLayers(
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
+                self._selective_fits[scheme.degree, method] if scheme.keep_attention else None,
             )
             for method, count in Counter(methods).items()
         )  # fmt: skip
 
 
-def _fits(table: LayerTable, tile_tokens: int) -> Mapping[tuple[int, Method], DegreeFit]:
+def _fits(
+    table: LayerTable, tile_tokens: int, *, keep_attention: bool = False
+) -> Mapping[tuple[int, Method], DegreeFit]:
     """Curves of every degree and method that was measured in such tiles; 0: in none."""
-    rows = {key: table.of_degree(*key, tile_tokens=tile_tokens) for key in table.shared}
+    rows = {key: table.of_degree(*key, tile_tokens=tile_tokens, keep_attention=keep_attention) for key in table.shared}
     return {(degree, Method(method)): fit_degree(of) for (degree, method), of in rows.items() if of}
 
 
 def _times_s(length: np.ndarray, layers: Sequence[StageLayers]) -> np.ndarray:
     """Seconds that each sequence adds to a stage."""
-    times_s = np.zeros_like(length)
-    for part in layers:
-        times_s += (part.num_layers + part.recomputed) * part.fit.forward.of_sequences(length)
-        times_s += part.num_layers * part.fit.backward.of_sequences(length)
-        times_s += part.rest * part.fit.constant.of_sequences(length)
-        if part.copied_per_s:
-            times_s += part.exposed_s(length)
-    return times_s
+    return sum((part.times_s(length) for part in layers), start=np.zeros_like(length))
 
 
 def _sum(terms: Iterable[tuple[float, LinearBytes]]) -> Line:

@@ -1,4 +1,6 @@
-"""The layers of a pipeline stage that share their sequences alike, of which one was measured."""
+"""The layers of one stage of a profiled model: their seconds and bytes by the curves of one of them, with recompute and
+offload.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +10,7 @@ from lengthwise.cost.profiled.degree_fit import DegreeFit, LinearBytes
 
 
 class StageLayers(NamedTuple):
-    """The layers of one stage that share their sequences by one method."""
+    """The layers of one stage that share their sequences by one method, with curves of one of them."""
 
     fit: DegreeFit
     num_layers: int
@@ -21,6 +23,47 @@ class StageLayers(NamedTuple):
     """Recomputed layers whose input is on the host."""
     copied_per_s: float
     """Bytes per second of copies to or from the host."""
+    selective: DegreeFit | None = None
+    """Of a recomputed layer that keeps what attention gave, its second forward in its backward; None: none keeps it."""
+
+    def times_s(self, length: np.ndarray) -> np.ndarray:
+        """Seconds that each sequence adds, forward and backward."""
+        forward_s, backward_s = self.fit.forward.of_sequences(length), self.fit.backward.of_sequences(length)
+        if self.selective is None:
+            times_s: np.ndarray = (self.num_layers + self.recomputed) * forward_s + self.num_layers * backward_s
+        else:
+            times_s = (self.num_layers - self.recomputed) * (forward_s + backward_s)
+            for curve in (self.selective.forward, self.selective.backward):
+                times_s += self.recomputed * curve.of_sequences(length)
+        times_s += self.rest * self.fit.constant.of_sequences(length)
+        return times_s + self.exposed_s(length) if self.copied_per_s else times_s
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds whatever the tokens."""
+        fit, rest_s = self.fit, self.rest * self.fit.constant.c_s + self.fixed_copy_s
+        if self.selective is None:
+            return (self.num_layers + self.recomputed) * fit.forward.c_s + self.num_layers * fit.backward.c_s + rest_s
+        selective_s = self.selective.forward.c_s + self.selective.backward.c_s
+        return (
+            (self.num_layers - self.recomputed) * (fit.forward.c_s + fit.backward.c_s)
+            + self.recomputed * selective_s
+            + rest_s
+        )
+
+    @property
+    def kept(self) -> list[tuple[float, LinearBytes]]:
+        """What layers keep on the device between the passes of a micro-batch."""
+        num_here = self.num_layers - self.offloaded
+        lines = [(num_here - self.recomputed, self.fit.kept_layer), (num_here - self.inputs_offloaded, self.fit.inputs)]
+        if self.selective is not None:
+            lines.append((self.recomputed, self.selective.kept_layer))
+        return [(float(count), line) for count, line in lines]
+
+    @property
+    def alive(self) -> LinearBytes:
+        """What a recomputed layer adds in its backward."""
+        return (self.selective or self.fit).alive
 
     def exposed_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds of each sequence in copies that passes do not hide: out beneath a forward, back beneath a backward.

@@ -46,6 +46,7 @@ def make_shard(
         recompute=scheme.recompute,
         offload=LayerOffload(scheme.offload, world.offload.micro_batch()) if scheme.num_offloaded else None,
         tile_tokens=scheme.tile_tokens or planned.tile_tokens,
+        keep_attention=scheme.keep_attention,
         methods=scheme.methods,
         is_causal=collator.objective == NEXT_TOKEN,
     )
@@ -90,7 +91,7 @@ def check_executable(
 
     ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
     are known, and compared, that compute tiles. ``can_recompute``: whether layers may be recomputed.
-    ``keeps_attention``: whether those that are keep what attention gave, as the model was prepared.
+    ``keeps_attention``: whether those that are were compared where they keep what attention gave.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:

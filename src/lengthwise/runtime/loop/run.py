@@ -388,7 +388,7 @@ class Run(WatchedModel):
         model, can_recompute = self.wrapped_model, self.can_recompute
         check_executable(
             plan, model.structure.num_layers, self.world.size, stage_problem=self.stage_problem or unchecked,
-            has_tiles=bool(model.tiles), can_recompute=can_recompute, keeps_attention=bool(model.layers.context),
+            has_tiles=bool(model.tiles), can_recompute=can_recompute, keeps_attention=model.layers.may_keep_attention,
         )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):

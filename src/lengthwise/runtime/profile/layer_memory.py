@@ -48,7 +48,12 @@ class CountedBytes(NamedTuple):
 
 
 def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[CountedBytes, Trial]:
-    """Measure the bytes of a trial; also returns the trial with its attention calls."""
+    """Measure the bytes of a trial; also returns the trial with its attention calls.
+
+    Where it keeps attention: what this gave instead of what a layer saves, and what the second forward adds to that.
+    """
+    if trial.keep_attention:
+        return _measure_kept_attention(run, trial, layers)
     masks, num_lengths = run.wrapped_model.masks, run.wrapped_model.masks.num_lengths
     plain = measure_memory(run, trial)
     if (
@@ -72,6 +77,21 @@ def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> t
     loss, loss_backward = plain.loss_bytes - saved, plain.loss_backward_bytes - saved
     embedding = plain.embedding_backward_bytes
     return _rounded(layer - inputs, inputs, loss, alive, loss_backward, max(1.0, backward), embedding), trial
+
+
+def _measure_kept_attention(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[CountedBytes, Trial]:
+    plain, asked = measure_bytes(run, replace(trial, recompute=(), keep_attention=False), layers)
+    trial = replace(trial, attended=asked.attended)
+    selective = measure_memory(run, trial)
+    attention = layers.mean(selective.attention)
+    if run.world.device.type != "cuda":
+        return plain._replace(saved=max(1, ceil(attention)), alive=ceil(max(1.0, plain.alive - attention))), trial
+    attention = max(0.0, layers.mean(selective.layers) - plain.inputs) if attention else 0.0
+    if selective.backward_bytes:
+        alive = _beside_layers(selective, layers) - plain.backward
+    else:
+        alive = selective.num_bytes - sum(layers.filled(selective.layers)) - plain.constant
+    return plain._replace(saved=max(1, ceil(attention)), alive=ceil(max(0.0, alive))), trial
 
 
 def _beside_layers(result: MemoryResult, layers: MeasuredLayers) -> float:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.kept_attention import is_attention
 from lengthwise.runtime.wrap.layer_hooks import Forward, LayerWatch
 from lengthwise.runtime.wrap.offload_layers import hidden_states_of
 from lengthwise.runtime.wrap.tensors_in import tensors_in
@@ -70,16 +72,26 @@ class SavedTensorCounter(LayerWatch):
     """Counts the bytes saved for the backward, in total and by layer. Use as a context around the forward."""
 
     def __init__(
-        self, existing: Iterable[Any], recompute: tuple[bool, ...] = (), peaks: "AllocatorPeaks | None" = None
+        self,
+        existing: Iterable[Any],
+        recompute: tuple[bool, ...] = (),
+        peaks: "AllocatorPeaks | None" = None,
+        *,
+        keep_attention: bool = False,
     ) -> None:
-        """``existing``: tensors that are not counted, such as weights; ``peaks``: asked instead of hooks, on a GPU."""
+        """``existing``: tensors that are not counted, such as weights; ``peaks``: asked instead of hooks, on a GPU.
+
+        ``keep_attention``: recomputed layers keep what kernels of attention give, which hooks do not see.
+        """
         self._known = set().union(*(storages(tree) for tree in existing))
-        self._recompute, self._peaks = recompute, peaks
+        self._recompute, self._peaks, self._keep_attention = recompute, peaks, keep_attention
         self._sizes: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be used twice while we count
         self._given: dict[int, dict[int, int]] = {}
         self.kept_bytes: dict[int, int] = {}
         """Bytes first saved in the forward of each layer, by layer."""
+        self.attention_bytes: dict[int, int] = {}
+        """Bytes that kernels of attention gave in the forward of each layer, where layers keep them, by layer."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def __enter__(self) -> "SavedTensorCounter":
@@ -108,6 +120,8 @@ class SavedTensorCounter(LayerWatch):
         arguments = (args, kwargs)
         here = {place: size for place, size in storages(arguments).items() if place not in self._known}
         self._given.setdefault(layer, {}).update(here)
+        if self._keep_attention:
+            forward = kernels = AttentionOutputs(forward)
         if self._peaks is not None:
             outputs, kept_bytes = self._peaks.computes(layer, forward, args, kwargs)
             if not (self._recompute and self._recompute[layer]):
@@ -123,6 +137,8 @@ class SavedTensorCounter(LayerWatch):
             outputs = forward(*args, **kwargs)
             kept_bytes = self.num_bytes - before
         self.kept_bytes[layer] = self.kept_bytes.get(layer, 0) + kept_bytes  # sequences may be computed one by one
+        if self._keep_attention:
+            self.attention_bytes[layer] = self.attention_bytes.get(layer, 0) + kernels.num_bytes
         return outputs
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -132,6 +148,26 @@ class SavedTensorCounter(LayerWatch):
             if self._peaks is None:
                 self._alive.append(tensor)
         return tensor
+
+
+class AttentionOutputs(TorchDispatchMode):
+    """Counts the bytes that kernels of attention give in a forward."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self._forward = forward
+        self.num_bytes = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the forward."""
+        with self:
+            return self._forward(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **kwargs or {})
+        if is_attention(func):
+            self.num_bytes += sum(storages(outputs).values())
+        return outputs
 
 
 class AllocatorPeaks:

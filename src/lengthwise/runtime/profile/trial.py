@@ -42,6 +42,8 @@ class Trial:
     method: Method = Method.ULYSSES
     tile_tokens: int = 0
     """Slots of feed-forward modules' tiles; 0: as many as the model was prepared with."""
+    keep_attention: bool = False
+    """Whether recomputed layers keep what attention gave."""
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -56,6 +58,8 @@ class MemoryResult:
     """Bytes that the forward of each computed layer saved."""
     inputs: tuple[int, ...]
     """Bytes of the arguments of each computed layer."""
+    attention: tuple[int, ...]
+    """Bytes that kernels of attention gave in the forward of each computed layer, where recomputed layers keep them."""
     attended: tuple[AttentionExchange | SlotGather, ...]
     """Every call of attention in the forward."""
     loss_bytes: int = 0
@@ -86,7 +90,8 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         peaks = AllocatorPeaks(run.world.device) if run.world.device.type == "cuda" else None
         inputs = micro_batch.inputs
         existing = [list(run.wrapped_model.structure.constants()), inputs]
-        with watch_layers(run, SavedTensorCounter(existing, trial.recompute, peaks)) as counter, counter:
+        watch = SavedTensorCounter(existing, trial.recompute, peaks, keep_attention=trial.keep_attention)
+        with watch_layers(run, watch) as counter, counter:
             loss = _loss(run, micro_batch)
         attended = tuple(micro_batch.shard.attended)
         num_bytes = counter.num_bytes + sum(storages(inputs).values())
@@ -98,6 +103,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         num_bytes=num_bytes,
         layers=tuple(counter.kept_bytes.get(layer, 0) for layer in computed),
         inputs=tuple(counter.input_bytes(layer) for layer in computed),
+        attention=tuple(counter.attention_bytes.get(layer, 0) for layer in computed),
         attended=attended,
     )
     if peaks is None:
@@ -175,7 +181,8 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
         shard = PackShard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
             device=run.world.device, recompute=trial.recompute,
-            tile_tokens=trial.tile_tokens or None, is_causal=run.collator.objective == NEXT_TOKEN,
+            tile_tokens=trial.tile_tokens or None, keep_attention=trial.keep_attention,
+            is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),
         )  # fmt: skip

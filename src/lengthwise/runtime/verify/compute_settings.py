@@ -41,7 +41,10 @@ class ComputeSetting:
 
     def __str__(self) -> str:
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
-        layers = {"none": "no layer", "all": "every layer", "alternate": "every other layer"}[self.recompute]
+        layers = {
+            "none": "no layer", "all": "every layer", "alternate": "every other layer",
+            "selective": "every layer but for its attention",
+        }[self.recompute]  # fmt: skip
         shared = "" if self.degree == 1 or self.method is Method.ULYSSES else f" by {self.method}"
         offloaded = ", what layers save in host memory" if self.offload else ""
         return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed{offloaded}"

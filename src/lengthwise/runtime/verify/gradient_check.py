@@ -89,7 +89,8 @@ def check_exact(
         run: whose model has been learned.
         degrees: that plans may use; None: the divisors of the world's size, and all numbers up to 4.
         methods: by which plans may share sequences.
-        recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute.
+        recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute; ``selective``: all, but for
+            what attention gave.
         longest: slots of the longest sequence of the corpus; None: only short ones are compared.
         on_progress: hears of the share of the comparisons that is done.
 
@@ -175,7 +176,8 @@ def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[Gr
     try:
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), method=setting.method,
-            offload=setting.offload, scalar=setting.scalar, gradients=setting.gradients,
+            keep_attention=setting.recompute == "selective", offload=setting.offload, scalar=setting.scalar,
+            gradients=setting.gradients,
         )  # fmt: skip
     except CheckError:
         if setting.scalar == ALMOST_ONE:
@@ -197,6 +199,7 @@ def _flags(run: PreparedModel, recompute: str) -> tuple[bool, ...]:
     return {
         "none": (),
         "all": (True,) * num_layers,
+        "selective": (True,) * num_layers,
         "alternate": tuple(layer % 2 == 0 for layer in range(num_layers)),
     }[recompute]
 

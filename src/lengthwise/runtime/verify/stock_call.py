@@ -106,6 +106,7 @@ def gradients_in_pack(
     recompute: tuple[bool, ...] = (),
     method: Method = Method.ULYSSES,
     offload: bool = False,
+    keep_attention: bool = False,
     scalar: float = ALMOST_ONE,
     gradients: bool = True,
 ) -> tuple[GradientResult | None, int]:
@@ -119,7 +120,9 @@ def gradients_in_pack(
         if group is not None:
             pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
             methods = (method,) * run.wrapped_model.structure.num_layers
-            shard = shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)
+            shard = shard_for(
+                run, pack, group, recompute=recompute, keep_attention=keep_attention, methods=methods, scalar=scalar
+            )
             if offload and gradients:
                 shard.offload = LayerOffload((True,) * len(methods), run.world.offload.micro_batch())
             with active(shard):

@@ -98,6 +98,8 @@ class PackShard:
     """Moves what layers save to host memory, as the plan says; None: all of it stays on the device."""
     tile_tokens: int | None = None
     """Slots that feed-forward modules compute at once, 0 for all; None: as the model was prepared."""
+    keep_attention: bool = False
+    """Whether recomputed layers keep what attention gave, where the model was not prepared so anyway."""
     methods: tuple[Method, ...] = ()
     """The parallel method of each layer; none: Ulysses in all of them."""
     is_causal: bool = False

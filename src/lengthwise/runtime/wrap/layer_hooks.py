@@ -68,6 +68,8 @@ class HookedLayers:
         """Why layers cannot be gathered when they are reached, if they cannot; their order aside."""
         self._is_halted = False
         self.context = context
+        self.may_keep_attention = context is not None
+        """Whether recomputed layers may keep what attention gave, if plans say so: they were compared so."""
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         numbers_of: dict[nn.Module, list[int]] = {}
@@ -265,9 +267,11 @@ class HookedLayers:
             with mode or nullcontext(), intercepting(intercept):  # a backward is not under the modes of its forward
                 return forward(*args, **kwargs)
 
+        context = self.context
+        if shard.keep_attention or (context is not None and layer is not None):
+            context = selective_contexts(layer)
         if layer is None:
-            return checkpoint_layer(forward, again, shard, self.context, args, kwargs)
-        context = None if self.context is None else selective_contexts(layer)
+            return checkpoint_layer(forward, again, shard, context, args, kwargs)
         first, second = by_position(forward, tuple(kwargs)), by_position(again, tuple(kwargs))
         return checkpoint_layer(first, second, shard, context, (*args, *kwargs.values()), {})
 
