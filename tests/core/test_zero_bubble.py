@@ -54,6 +54,15 @@ def test_no_stage_holds_more_micro_batches_than_the_first_one_does(case):
 
 
 @given(packs())
+def test_a_pipeline_of_equal_stages_ends_with_the_last_pass_of_its_stages(case):
+    scheme, times, times_s = case
+    whole = PassTimes(times.forwards_s, times.backwards_s)
+    end_s = max(passes[-1].end_s for passes in run_stages([whole] * scheme.num_stages))
+    forwards = [3 + scheme.num_recomputed / LAYERS] * len(times_s)
+    assert pipeline_end_s(times_s, forwards, scheme.num_stages) == pytest.approx(end_s, rel=1e-12)
+
+
+@given(packs())
 def test_a_split_pipeline_ends_no_later_than_1f1b_and_no_earlier_than_its_bound(case):
     scheme, times, times_s = case
     end_s = filled_end_s(times, scheme.num_stages)

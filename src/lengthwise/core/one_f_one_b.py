@@ -73,7 +73,30 @@ def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stag
         return sum(times_s) * num_stages
     forwards_s = [time_s / count for time_s, count in zip(times_s, forwards)]
     backwards_s = [time_s - forward_s for time_s, forward_s in zip(times_s, forwards_s)]
-    return max(passes[-1].end_s for passes in run_stages([PassTimes(forwards_s, backwards_s)] * num_stages))
+    return _equal_stages_end_s(forwards_s, backwards_s, num_stages)
+
+
+def _equal_stages_end_s(forwards_s: Sequence[float], backwards_s: Sequence[float], num_stages: int) -> float:
+    """When the last of the passes that ``run_stages`` lists ends, of equal stages: its sums, without the list.
+
+    Once forward i has gone down the stages, the last stage can do backward i, the one before it backward i - 1, and so
+    on.
+    """
+    count, last = len(forwards_s), num_stages - 1
+    free_s = [0.0] * num_stages  # when each stage is done with what came before
+    gradients_s = [[0.0] * count for _ in range(num_stages)]  # when each one is there
+    for i in range(count + last):
+        if i < count:
+            end_s = 0.0
+            for stage in range(num_stages):
+                free_s[stage] = end_s = max(free_s[stage], end_s) + forwards_s[i]
+            gradients_s[last][i] = end_s
+        for stage in range(last - max(0, i - count + 1), max(-1, last - i - 1), -1):
+            number = i - (last - stage)
+            free_s[stage] = end_s = max(free_s[stage], gradients_s[stage][number]) + backwards_s[number]
+            if stage:
+                gradients_s[stage - 1][number] = end_s
+    return max(free_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from lengthwise.plan.space.parts import holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.shared_work import shared_work, work_shares
 from lengthwise.plan.space.split_backwards import SplitBackwards
+from lengthwise.plan.uniform.tune import tuning_batches
 
 TUNED = ("static", "packed", "hotspa")
 """Policies whose equal pipelines are strategies too."""
@@ -57,8 +59,11 @@ PLANS_A_PART = 6
 """About so many strategies are planned in the time in which a part of the search space is searched."""
 VERY_FEW_DEVICES, FEW_DEVICES = 64, 128
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, and of the main ones."""
-WAITED_STRATEGIES = 2
-"""How many strategies of the corpus are planned at most where training waits, the most promising first."""
+WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
+"""How many strategies of the corpus are planned at most where training waits, the most promising first: so many, and up
+to so many while their plans assign fewer sequences than this."""
+LEARNED_BATCHES, LEARNED_SEQUENCES = 4, 6000
+"""Typical batches at most, and sequences of them all, whose plans tell which strategies of the corpus are promising."""
 FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
@@ -98,6 +103,8 @@ class AutoPolicy:
         strategy_counts = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
         strategies = [placed_strategy(problem, counts) for counts in strategy_counts]
         self.strategy_candidates = StrategyCandidates(strategies)
+        if problem.is_waited_for:
+            self.strategy_candidates.learn(_typical(problem))
         self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, strategy_counts) if len(counts) == 1])
         self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
@@ -213,6 +220,13 @@ def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -
     ]
 
 
+def _typical(problem: PlanningProblem) -> list[PricedBatch]:
+    """A few batches that are not too large to plan them under every strategy."""
+    batches = tuning_batches(problem)[:LEARNED_BATCHES]
+    num_sequences = accumulate(len(priced.lengths) for priced in batches)
+    return [priced for priced, so_far in zip(batches, num_sequences) if so_far <= LEARNED_SEQUENCES]
+
+
 def _num_parts(priced: PricedBatch, gain_s: float) -> int:
     """How many parts are worth searching for a step that may become ``gain_s`` seconds faster."""
     part_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
@@ -259,10 +273,10 @@ def _planned(
 
     With ``enough_s``, of the most promising few, the first that takes at most so long.
     """
-    bounds_s = candidates.bounds_s(priced)
     if enough_s is None:
-        return candidates.best(priced, bounds_s)
-    return candidates.best(priced, bounds_s, enough_s=enough_s, most_planned=WAITED_STRATEGIES)
+        return candidates.best(priced, candidates.bounds_s(priced))
+    most_planned = int(np.clip(WAITED_SEQUENCES // len(priced.lengths), *WAITED_STRATEGIES))
+    return candidates.likely_best(priced, enough_s=enough_s, most_planned=most_planned)
 
 
 def _drafts_of(planned: StrategyPlan | None) -> list[tuple[DraftPlan, float]]:

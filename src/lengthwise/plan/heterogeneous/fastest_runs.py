@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, chain, islice
 from math import inf
+
+import numpy as np
 
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
@@ -11,6 +13,9 @@ from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, draft_pipeline_s, pack_times_s, time_s
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
+
+SLACK = 1e-9
+"""Relative, for the rounding of sums."""
 
 
 class FastestRuns:
@@ -64,7 +69,7 @@ class FastestRuns:
         if pipeline.runs or not fitting:
             return pipeline
         best, best_s = pipeline, _time_s(priced, pipeline)
-        for candidate in fitting:
+        for candidate in _that_may_beat(priced, pipeline, fitting, best_s):
             option = replace(pipeline, candidate=candidate)
             if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
                 best, best_s = option, time_s
@@ -73,6 +78,19 @@ class FastestRuns:
         fewest = next((candidate for candidate in finer if candidate.max_tokens >= longest), None)
         option = best if fewest is None else replace(best, candidate=fewest)
         return option if _time_s(priced, option, limit_s=best_s) < best_s else best
+
+
+def _that_may_beat(
+    priced: PricedBatch, pipeline: PipelineDraft, candidates: Sequence[Candidate], limit_s: float
+) -> list[Candidate]:
+    """The candidates under which no bound says that the pipeline takes ``limit_s`` or more, of all bounds at once."""
+    starts = [0, *accumulate(map(len, pipeline.packs))][:-1]
+    positions = list(chain.from_iterable(pipeline.packs))
+    sums_s = np.add.reduceat(np.stack([priced.times_s(k)[positions] for k in candidates]), starts, axis=1)
+    times_s = sums_s + np.array([[priced.overhead_s(k)] for k in candidates])
+    later = np.array([candidate.least_stages - 1 for candidate in candidates])
+    bounds_s = times_s.sum(axis=1) + later * times_s.max(axis=1)
+    return [candidate for candidate, bound_s in zip(candidates, bounds_s.tolist()) if bound_s * (1 - SLACK) < limit_s]
 
 
 def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = inf) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.cost.overlapped import OverlappedCost
-from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, certify, schedule
+from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, schedule
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, step_times_s
 from lengthwise.plan.space.placement import place
@@ -163,12 +163,7 @@ class PlacedStrategy:
 
     def _certificate(self, priced: PricedBatch, machines: Sequence[Machines]) -> Certificate:
         """Guide the search with what bounds the flow shop that it schedules; what bounds 1F1B is for users."""
-        key = (self, machines is self._machines or machines == self._machines)
-        if key not in priced.certificates:
-            priced.certificates[key] = certify(
-                self._work(priced), priced.lengths, machines, objective=self.problem.objective
-            )
-        return priced.certificates[key]
+        return priced.certificate(self._work(priced), machines)
 
     def _pipeline(
         self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch

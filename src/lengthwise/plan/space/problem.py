@@ -1,6 +1,6 @@
 """The planning problem: candidates a policy may use, the cluster they must tile, typical batches to prepare for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
-from lengthwise.plan.solve.shop import Certificate, Objective
+from lengthwise.plan.solve.shop import Certificate, Machines, Objective, certify
 from lengthwise.plan.space.candidate import Candidate, Family
 
 Made = TypeVar("Made")
@@ -155,8 +155,7 @@ class PricedBatch:
     problem: PlanningProblem
     batch: GlobalBatch
     _times_s: dict[Candidate, np.ndarray] = field(default_factory=dict)
-    certificates: dict[Any, Certificate] = field(default_factory=dict)
-    """Bounds by placed strategy, proven once."""
+    _certificates: dict[Any, Certificate] = field(default_factory=dict)
     drafted_by_policy: dict[str, Any] = field(default_factory=dict)
     """Draft plans by policy, of those that have planned the batch: some policies are moves of others."""
 
@@ -212,6 +211,18 @@ class PricedBatch:
         return PricedBatch(
             self.problem, part, {candidate: times_s[positions] for candidate, times_s in self._times_s.items()}
         )
+
+    def certificate(self, work: np.ndarray, machines: Sequence[Machines]) -> Certificate:
+        """What bounds every schedule on these machines, proven once: strategies may differ in what no sequence needs.
+
+        Args:
+            work: [K types, num_sequences] seconds of each sequence.
+            machines: K types of machine.
+        """
+        key = (*machines, work.tobytes())
+        if key not in self._certificates:
+            self._certificates[key] = certify(work, self.lengths, machines, objective=self.problem.objective)
+        return self._certificates[key]
 
     def overhead_s(self, candidate: Candidate) -> float:
         """Seconds per stage of a micro-batch before its first sequence."""

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from lengthwise.plan.solve.binpack import first_fit_decreasing
-from lengthwise.plan.solve.shop import Machines, certify
+from lengthwise.plan.solve.shop import Machines
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.placement import place
@@ -117,8 +117,7 @@ def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
     )
     times_s = priced.times_s(candidate)
     alone_s = candidate.alone_stages * (float(times_s.max()) + priced.overhead_s(candidate))
-    certificate = certify(times_s[None, :], priced.lengths, [machines], objective=problem.objective)
-    return max(certificate.bound, alone_s * (1 - ROUNDING))
+    return max(priced.certificate(times_s[None, :], [machines]).bound, alone_s * (1 - ROUNDING))
 
 
 def longest(priced: PricedBatch, pack: Pack) -> int:
