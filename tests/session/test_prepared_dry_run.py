@@ -154,3 +154,24 @@ def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
         assert row["peak_bytes"]["gradients"] == pytest.approx(predicted["gradients"], rel=WITHIN), row["rank"]
     first, middle, last = (row["peak_bytes"]["weights"] for row in rows)
     assert middle <= first < last, "the first and the last have what is outside of layers too"
+
+
+@pytest.mark.deep
+def test_biases_of_every_pair_of_tokens_are_predicted_and_are_gone_when_they_are_learned(tmp_path):
+    """Of a small Bloom they are most of the peak; tensors without a device (meta) are no part of it."""
+    document = {
+        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4,
+        "vocab_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(tmp_path), cluster_preset("2xcpu"))
+    packs = [Pack(ids=tuple(range(n, n + 4)), lengths=(768,) * 4) for n in (0, 4, 8, 12)]
+    micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
+    pipelines = [
+        Pipeline(ranks=(rank,), scheme=uniform_scheme(3), micro_batches=micro_batches[rank::2]) for rank in (0, 1)
+    ]
+    plan = replace(PLANS["whole"], pipelines=tuple(pipelines), num_devices=0)
+    profile_request = trial.profile_request(768, schemes_of(plan), packs[0].lengths)
+    (profile,), (row,) = run_process([profile_request, trial.step_request(plan, [0], num_kept=None)])
+    row = trial.beside_prediction(plan, trial.cost_of(profile, longest=768, weights="whole"), row, num_kept=0)
+    assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN)

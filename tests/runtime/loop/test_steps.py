@@ -1,5 +1,7 @@
 """The user's loop: what it may forget is told, and what it may not know of is set right."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -122,6 +124,22 @@ def check_forgotten():
             run.model.zero_grad()  # which is nothing before the first backward
             step.backward(loss)
     assert step._position == 1
+    run.close()
+
+
+def test_what_the_last_layer_returns_is_gone_after_its_micro_batch(ranks):
+    ranks(1).run(check_outputs_are_gone)
+
+
+def check_outputs_are_gone():
+    run, outputs = make_run(), []
+    run.model.layers[-1].register_forward_hook(lambda layer, args, output: outputs.append(weakref.ref(output)))
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+            gc.collect()
+            assert outputs.pop()() is None and not outputs
+        step.update()
     run.close()
 
 

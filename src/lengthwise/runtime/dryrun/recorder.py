@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = list(_tensors((*args, *kwargs.values())))
         device = kwargs.get("device")
-        if not any(map(is_on_device, tensors)) and (device is None or torch.device(device).type == "cpu"):
+        if not any(map(is_on_device, tensors)) and (device is None or torch.device(device).type in ("cpu", "meta")):
             if any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 name, args = func._schema.name.partition("::")[2], self._as_fake(list(args))
                 out = self._run(func, name, args, kwargs)

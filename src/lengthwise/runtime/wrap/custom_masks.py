@@ -156,9 +156,11 @@ class MaskTables:
             return
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())].flatten(0, -3)
         t = min([shard.num_slots, *(size for size in mask.shape[-2:] if size > 1)])
-        values = _relative(values.expand(len(values), t, t))
+        values = values.expand(len(values), t, t)
         short = min(t, table.length)
-        if not _equal(values[:, :short, :short], table.corner(short, values)):
+        # the corner alone first: all of a pack is the square of its slots, for every head
+        if not _equal(_relative(values[:, :short, :short]), table.corner(short, values)):
+            values = _relative(values)
             positions, sequences = shard.positions[:t], _numbers(shard)[:t]
             full_mask = table.corner(table.length, values)
             expected = full_mask[:, positions][:, :, positions]

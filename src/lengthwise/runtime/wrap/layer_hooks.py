@@ -185,6 +185,12 @@ class HookedLayers:
             missing = f"{self.position - 1 + self.is_between}" if self.position else "0"
             self.order_problem = self.order_problem or f"layer {missing} is not called"
 
+    def forget_output(self) -> None:
+        """Let go of the output of the last layer, whose form alone the next forward may need."""
+        parts = self._last if isinstance(self._last, tuple) else (self._last,)
+        empty = tuple([torch.empty(0) if isinstance(part, Tensor) else part for part in parts])
+        self._last = empty if isinstance(self._last, tuple) else empty[0]
+
     def _reach(self, position: int, *inputs: Any) -> None:
         """Come to a position of the forward: the weights that it uses are gathered, if they are not whole."""
         if 0 < position <= len(self._modules) and position != self.position + 1:

@@ -226,7 +226,8 @@ class WrappedModel:
             if self.masks.is_known(length):
                 continue
             micro_batch: MicroBatch = make_alone(number)
-            intercept = self._new_intercept(calls=ForwardCalls(), rules=self.rules)
+            calls = ForwardCalls()
+            intercept = self._new_intercept(calls=calls, rules=self.rules)
             intercept.shard, before = micro_batch.shard, self.layers.intercept
             self.layers.intercept = intercept
             devices = [shard.device] if shard.device.type == "cuda" else []
@@ -239,6 +240,7 @@ class WrappedModel:
                 pass
             finally:
                 self.layers.intercept = before
+                calls.attention.clear()  # cycles keep the calls for a while, and their masks are large
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the forward for a micro-batch."""
@@ -337,7 +339,10 @@ class WrappedModel:
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():
             self.layers.begin()
-            return self._pass(shard, args, kwargs)
+            try:
+                return self._pass(shard, args, kwargs)
+            finally:
+                self.layers.forget_output()
 
     def _pass(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
         script = shard.script or self.script
