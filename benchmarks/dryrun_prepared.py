@@ -4,6 +4,7 @@ python benchmarks/dryrun_prepared.py                                # all cases 
 python benchmarks/dryrun_prepared.py --families "qwen3;llama-8b" --degree 1
                                                                     # some, added to results/dryrun_prepared.jsonl
 python benchmarks/dryrun_prepared.py --families ""                  # the table of what is there
+python benchmarks/dryrun_prepared.py --sweep all                    # classes of transformers, tiny; hours on two cores
 """
 
 import argparse
@@ -151,10 +152,15 @@ def cases_of(family: str) -> Iterator[Case]:
         yield Case(weights=weights, degree=8, num_tokens=65536, rung=rung)
 
 
-def rows_of(family: str, cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
-    """Counted and predicted peaks of the first rank of each stage, from one process for all ``cases``."""
-    document, num_ranks = FAMILIES[family], LARGE.get(family, (8, 0))[0]
-    num_layers = document.get("num_hidden_layers", LAYERS)
+def rows_of(
+    family: str, cases: Sequence[Case], *, document: dict[str, Any] | None = None, num_layers: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Counted and predicted peaks of the first rank of each stage, from one process for all ``cases``.
+
+    ``document``, ``num_layers``: the configuration of a family that is none of :data:`FAMILIES`, and its layers.
+    """
+    document, num_ranks = document or FAMILIES[family], LARGE.get(family, (8, 0))[0]
+    num_layers = num_layers or document.get("num_hidden_layers", LAYERS)
     plans = [case.plan(num_layers, num_ranks) for case in cases]
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(document))
@@ -221,7 +227,15 @@ def main() -> None:
     for name, kind in filters.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of the cases that are run; default: all")
     parser.add_argument("--rows", type=Path, default=RESULTS, help="where rows are added")
+    parser.add_argument(
+        "--sweep", help="classes of transformers, tiny, separated by commas; all: every one that prepare takes"
+    )
     asked = parser.parse_args()
+    if asked.sweep is not None:
+        from dryrun_families import sweep  # which uses this module
+
+        sweep(asked.sweep)
+        return
     for family in filter(None, asked.families.split(";")):
         wanted = {name: getattr(asked, name) for name in filters if getattr(asked, name) is not None}
         cases = [
