@@ -30,7 +30,7 @@ class CountedBytes(NamedTuple):
     backward: int
     """Beside what layers keep, in the backward of one; 0 on a CPU."""
     embedding_backward: int
-    """In the backward of what comes before the layers; 0 on a CPU."""
+    """In the backward of what comes before the layers, or in the forward to the end of the first; 0 on a CPU."""
 
     @classmethod
     def none(cls) -> "CountedBytes":

@@ -175,13 +175,16 @@ class AllocatorPeaks:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, torch.cuda.memory_allocated(device)
+        self.first_bytes = 0
+        """In the forward to the end of the first layer: what a model makes before its layers, as masks, may be most."""
         self.loss_bytes = 0
-        """After the last layer of the forward."""
+        """In the last layer of the forward, and after it."""
         self.loss_backward_bytes = 0
         """In the backward until the last layer gets its gradient."""
         self.layers: dict[int, int] = {}
         """In the backward of each layer, by its number."""
-        self._last = 0
+        self._first: int | None = None
+        self._last = self._last_forward_bytes = 0
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -191,12 +194,15 @@ class AllocatorPeaks:
         _hook_first((args, kwargs), lambda gradient: self._end_backward(layer))
         outputs, self._last = forward(*args, **kwargs), layer
         _hook_first(outputs, lambda gradient: self._begin_backward(layer))
-        self.take()
+        self._last_forward_bytes = self.take()
+        self._first = layer if self._first is None else self._first
+        if layer == self._first:  # once for every sequence, where these are computed one by one
+            self.first_bytes = max(self.first_bytes, self._last_forward_bytes)
         return outputs, torch.cuda.memory_allocated(self._device) - before
 
     def end_forward(self) -> None:
-        """Note the peak after the last layer."""
-        self.loss_bytes = self.take()
+        """Note the peak in the last layer and after it."""
+        self.loss_bytes = max(self._last_forward_bytes, self.take())
 
     def take(self) -> int:
         """The peak since the last call, over what was allocated at first."""

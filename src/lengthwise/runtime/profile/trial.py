@@ -63,13 +63,13 @@ class MemoryResult:
     attended: tuple[AttentionExchange | SlotGather, ...]
     """Every call of attention in the forward."""
     loss_bytes: int = 0
-    """The allocator's peak after the last layer's forward; 0 on a CPU, as those that follow."""
+    """The allocator's peak in the last layer's forward and after it; 0 on a CPU, as those that follow."""
     loss_backward_bytes: int = 0
     """Its peak in the backward before the last layer's."""
     backward_bytes: tuple[int, ...] = ()
     """Its peak in the backward of each computed layer."""
     embedding_backward_bytes: int = 0
-    """Its peak in the backward after that of the layers."""
+    """Its peak in the backward after that of the layers, or in the forward to the end of the first layer."""
 
 
 def group_of_degree(world: DistContext, degree: int) -> Group | None:
@@ -108,7 +108,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
     )
     if peaks is None:
         return result
-    layers, embedding_bytes = tuple(peaks.layers.get(layer, 0) for layer in computed), peaks.take()
+    layers, embedding_bytes = tuple(peaks.layers.get(layer, 0) for layer in computed), max(peaks.take(), peaks.first_bytes)
     return replace(
         result, num_bytes=max(peaks.loss_bytes, peaks.loss_backward_bytes, *layers, embedding_bytes),
         loss_bytes=peaks.loss_bytes, loss_backward_bytes=peaks.loss_backward_bytes,
