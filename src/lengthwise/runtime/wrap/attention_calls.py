@@ -122,9 +122,10 @@ class AttentionCalls:
             self._check_scale(number, rule, scale)
         sees = self._masks.kind(number, bias, self.shard)
         kind = AttentionRequest(scale=rule.scale, dropout=attended.dropout, call=number, **sees)
-        q, k, v = (slots_first(x) for x in (query, attended.key, value))
+        # some models take logits in float32 and weights in the dtype of the values
+        q, k, v = (slots_first(x) for x in (query, attended.key, value.to(query.dtype)))
         out = attend_shard(q, k, v, kind, self.shard)
-        return out.movedim(0, -2).reshape(shape)
+        return out.movedim(0, -2).reshape(shape).to(value.dtype)
 
     def _is_dry(self, query: Tensor) -> bool:
         """Whether masks of a whole sequence are being recorded, and this call attends over its slots."""
