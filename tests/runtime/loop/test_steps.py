@@ -16,8 +16,11 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import LENGTHS, VOCABULARY, Model, Source, Stream, plan_on, run_of
+from tests.runtime.wrap.test_position_ids import built
 
 IGNORED = -100
+IN_BFLOAT16 = 2e-2
+"""Numbers have eight bits, and products of a pack are summed in another order."""
 
 
 def make_run(*, degree=1, labels=None, clip_norm=0.0, num_steps=1):
@@ -140,6 +143,32 @@ def check_outputs_are_gone():
             gc.collect()
             assert outputs.pop()() is None and not outputs
         step.update()
+    run.close()
+
+
+def test_a_model_whose_logits_have_another_dtype_than_its_values_trains_in_packs(ranks):
+    """GPT-J in bfloat16 takes its logits in float32."""
+    ranks(1).run(check_logits_in_float32)
+
+
+def check_logits_in_float32():
+    model = built(
+        "GPTJForCausalLM", vocab_size=VOCABULARY, n_embd=32, num_hidden_layers=3, n_head=4, n_positions=64, 
+        rotary_dim=4, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+    ).bfloat16()  # fmt: skip
+    sequences = [torch.from_numpy(Source().tokens(number))[None] for number in range(len(LENGTHS))]
+    counts = [length - 1 for length in LENGTHS]
+    with torch.no_grad():
+        losses = [float(model(input_ids=ids, labels=ids).loss) for ids in sequences]
+    run = run_of(
+        WrappedModel(model), start_world("cpu"), stream=Stream(), planner=plan_on(1, 1, 0),
+        collator=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=OptimizerSettings(),
+        lr=lambda step: 0.0, clip_norm=0.0, num_steps=1,
+    )  # fmt: skip
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs).loss)
+        assert step.update().loss == pytest.approx(np.average(losses, weights=counts), rel=IN_BFLOAT16)
     run.close()
 
 

@@ -108,7 +108,8 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
     )
     if peaks is None:
         return result
-    layers, embedding_bytes = tuple(peaks.layers.get(layer, 0) for layer in computed), max(peaks.take(), peaks.first_bytes)
+    layers = tuple(peaks.layers.get(layer, 0) for layer in computed)
+    embedding_bytes = max(peaks.take(), peaks.first_bytes)
     return replace(
         result, num_bytes=max(peaks.loss_bytes, peaks.loss_backward_bytes, *layers, embedding_bytes),
         loss_bytes=peaks.loss_bytes, loss_backward_bytes=peaks.loss_backward_bytes,

@@ -113,7 +113,7 @@ class AttentionCalls:
         if self._is_dry(query):
             assert self._rules is not None
             self._check_scale(number, self._rules.attention[number], scale)
-            return self._note_mask(query, shape, bias)
+            return self._note_mask(query, shape, bias).to(value.dtype)
         if rule is None:
             return attended.of(value)
         assert self._masks is not None, "masks come with rules"
