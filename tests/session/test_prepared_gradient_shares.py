@@ -1,5 +1,6 @@
 """`prepare(shard_gradients=...)` trains what one device trains, of gradients of which each rank keeps a share."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,13 +9,14 @@ import torch
 
 import lengthwise as lw
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.layout import shard_size
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.session.weight_placement import shared_gradients
 from tests.cost.profiled.test_dual_layer import CLUSTER
 from tests.cost.profiled.test_dual_layer import table as profiled
+from tests.plan.costs import SimpleCost
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, train_in_parts, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, loop_on_one_device
@@ -63,6 +65,59 @@ def test_a_run_goes_on_with_other_ranks_and_other_shares_of_gradients(ranks, alo
         found += losses
     np.testing.assert_allclose(found, alone[0], rtol=EXACT)
     assert_equal_weights(weights, alone[1])
+
+
+def train_through(event, shards):
+    """Losses and weights of a loop in which the last rank fails once in the second step, or every rank skips it."""
+    as_started_by_torchrun()
+    model = models.gpt()
+    options = SHARDED | {"shard_gradients": shards, "steps": 3, "policy": "auto"}
+    run = lw.prepare(model, models.rows(), cost=SimpleCost(loss=-0.5), memory_gib=40, **options)
+    due, losses = [event] if run.world.rank == run.world.size - 1 or event == "skip" else [], []
+
+    def fails(at):
+        is_due = due == [at] and run.next_step == 1
+        return is_due and bool(due.clear() or True)
+
+    def run_out(*_):
+        if fails("memory"):
+            raise torch.OutOfMemoryError("no memory is left")
+
+    model.blocks[1].mlp.register_forward_pre_hook(run_out)
+    while run.next_step < 3:
+        with suppress(KeyError, LengthwiseError):  # of this rank, and what others are told of it
+            for step in run.steps():
+                if fails("skip"):
+                    step.skip()
+                    continue
+                for micro_batch in step:
+                    loss = model(**micro_batch.inputs)[1]
+                    if fails("before"):
+                        raise KeyError("of the loop's own")
+                    step.backward(loss)
+                    if fails("after"):
+                        raise KeyError("of the loop's own")
+                if (result := step.update()) is not None:
+                    losses.append(result.loss)
+                if run.next_step > 1:
+                    run.score([{"input_ids": [1, 2, 3]}], lambda output, micro_batch: output[0][0, :, 0])
+    run.close()
+    return losses, weights_of(model)
+
+
+def train_through_events():
+    """With sharded gradients through each event, and what whole ones train without it, or where a step is skipped."""
+    whole, skipped = train_through("", "none"), train_through("skip", "none")
+    failed = [(train_through(event, "all"), whole) for event in ("memory", "before", "after")]
+    return [*failed, (train_through("skip", "all"), skipped)]
+
+
+def test_steps_that_fail_or_are_skipped_leave_shares_as_whole_gradients_would_be(ranks):
+    for found in ranks(2).run(train_through_events):
+        for (losses, weights), (whole_losses, whole_weights) in found:
+            np.testing.assert_allclose(losses, whole_losses, rtol=EXACT)
+            assert_equal_weights(weights, whole_weights)
+        assert [len(losses) for (losses, _), _ in found] == [3, 3, 3, 2]
 
 
 def read_gradients(reads, refusal):
