@@ -4,6 +4,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.report.pages.compare_results import ClusterResult
 from lengthwise.session.compare_policies import ComparedCluster, PolicyComparison
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
@@ -61,7 +62,7 @@ def setting(
     comparison = PolicyComparison(
         model=model_preset(model),
         dtype="bfloat16",
-        search_space=search_space or SearchSpace(methods=METHODS),
+        search_space=search_space or SearchSpace(methods=METHODS, shard_gradients=GradientSharding.AUTO),
         policies=policies,
         lengths=index,
         num_steps=steps,

@@ -3,7 +3,7 @@
 import numpy as np
 from as_published import bucket_run, recomputing_groups
 from contests import setting
-from paper_dcp import LENGTHS, MODELS, Comparison, against_bucket
+from paper_dcp import AS_PUBLISHED, LENGTHS, MODELS, Comparison, against_bucket
 from paper_page import Figure, Row
 from plots import Panel, picture
 
@@ -24,7 +24,10 @@ WAITS = "each step waits for the slowest of as many groups as there are"
 def imbalance() -> Figure:
     """Figure 4: idle share of bucket parallel on mixtures of the published lengths."""
     model = "transformer-1d-5b"
-    _, entry = setting(model, "dcp-short", gpus=32, steps=1, device="H200-141GB", memory_gib=80, policies=("bucket",))
+    _, entry = setting(
+        model, "dcp-short", gpus=32, steps=1, device="H200-141GB", memory_gib=80, policies=("bucket",),
+        search_space=AS_PUBLISHED,
+    )  # fmt: skip
     assert entry.problem is not None
     lengths = np.array([length for length, _ in (*IMAGES, *VIDEOS)])
     edges = np.arange(0, 101, 10)

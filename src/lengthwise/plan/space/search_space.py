@@ -82,6 +82,8 @@ class SearchSpace:
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
     planned_tile: int = TILE_TOKENS
     """Tokens of the tiles that plans choose."""
+    has_selective: bool = True
+    """Whether recomputed layers may keep what attention gave (selective recompute), where that pays."""
     has_head_groups: bool = True
     """Whether attention may compute groups of heads, where nothing else holds the longest sequence."""
 
@@ -289,7 +291,7 @@ def _rungs(
         "num_devices": cluster.num_devices, "max_length": max_length, "token_limit": token_limit,
     }  # fmt: skip
     joined = with_fewest_recomputed(candidates, cost, **options)
-    if search_space.recompute is RecomputeMode.AUTO:
+    if search_space.recompute is RecomputeMode.AUTO and search_space.has_selective:
         joined += selective_candidates(schemes, joined, cost, **options)
     if search_space.offload is not OffloadMode.ALL:
         joined += ladder_candidates(schemes, joined + beside, cost, **options, **search_space.rungs_on(cluster))
