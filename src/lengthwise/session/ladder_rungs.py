@@ -1,8 +1,9 @@
 """The memory ladder: the longest sequence with each thing in turn that frees memory, and what each costs in time.
 
 A rung adds to what the ones before it do: recompute, feed-forwards in tiles, what layers save on the host, methods that
-shard weights, the optimizer's state on the host. On each, the scheme that holds the longest sequence is shown, and how
-long a sequence takes that the rung before still holds, under the fastest scheme of either.
+shard weights, the optimizer's state on the host, attention by groups of heads where that holds more. On each, the
+scheme that holds the longest sequence is shown, and how long a sequence takes that the rung before still holds, under
+the fastest scheme of either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, make_candidates
-from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung
+from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung, head_group_candidates
 from lengthwise.plan.space.search_space import SearchSpace
 
 PLAIN = Rung(recomputed=0, offloaded=0)
@@ -92,7 +93,7 @@ def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: Analyt
 
 def _candidates_of_rungs(
     search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost
-) -> Iterator[tuple[str, list[Candidate]]]:
+) -> list[tuple[str, list[Candidate]]]:
     """The name of each rung and the candidates that have what it adds."""
     has_host = cost.cluster.device.host_bytes_per_s > 0
     steps: list[tuple[str, tuple[Rung, ...]]] = [
@@ -103,12 +104,27 @@ def _candidates_of_rungs(
     lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
     if has_host:
         steps.append(("activations on host", lean))
-    yield from _steps(steps, search_space, cost)
+    found = [*_steps(steps, search_space, cost)]
     if search_space.methods is None:
-        leanest = steps[-1][1]
-        yield from _steps([("sharded weights", leanest)], search_space.widest, cost)
+        found += _steps([("sharded weights", steps[-1][1])], search_space.widest, cost)
     if has_host:
-        yield from _steps([("optimizer on host", lean)], search_space.widest, on_host)
+        found += _steps([("optimizer on host", lean)], search_space.widest, on_host)
+    in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=found[-1][1])
+    return [*found, ("attention by groups of heads", in_groups)]
+
+
+def groups_of_heads(
+    search_space: SearchSpace, cost: AnalyticCost, *, beside: Sequence[Candidate] = ()
+) -> list[Candidate]:
+    """Candidates whose attention computes groups of heads, and which hold more tokens than all of ``beside``."""
+    cluster = cost.cluster
+    return list(
+        head_group_candidates(
+            search_space.schemes(cost.model.num_layers, cluster, recomputed=(0,)), beside, cost,
+            num_devices=cluster.num_devices, num_groups=cost.head_groups,
+            has_host=cluster.device.host_bytes_per_s > 0,
+        )
+    )  # fmt: skip
 
 
 def _steps(

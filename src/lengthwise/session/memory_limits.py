@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
-from lengthwise.session.ladder_rungs import LadderRung, memory_ladder
+from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +117,10 @@ def memory_limits(
             _check_any_fits(candidates, model, cluster)
         return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
     on_host = price(state_on_host=True)
+    costs = (cost, on_host)[: 1 + on_host.state_on_host]
     every: list[Candidate] = []
-    for priced_by in (cost, on_host)[: 1 + on_host.state_on_host]:
-        every += _with_ladder(search_space, priced_by, length)
+    for priced_by, made_by in (*zip(costs, repeat(_with_ladder)), *zip(costs, repeat(_in_groups))):
+        every += made_by(search_space, priced_by, length)
         if fits := [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]:
             break
     if not fits:
@@ -142,6 +144,11 @@ def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> 
         has_host=cluster.device.host_bytes_per_s > 0,
     )
     return [*candidates, *more]
+
+
+def _in_groups(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
+    """Candidates whose attention computes groups of heads, which hold a sequence of ``length``."""
+    return [candidate for candidate in groups_of_heads(search_space, cost) if candidate.max_tokens >= length]
 
 
 def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
