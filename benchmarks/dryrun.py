@@ -96,6 +96,7 @@ def print_reach(wanted: list[str]) -> None:
         scheme = PipelineConfig(
             degree=num_gpus, stage_layers=(spec.num_layers,), recompute=(True,) * spec.num_layers,
             offload=(True,) * spec.num_layers, tile_tokens=4096 if num_gpus == 1 else 0,
+            head_groups=spec.num_kv_heads if num_gpus == 1 else 1,
             methods=(method,) * spec.num_layers, weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
         )  # fmt: skip
         pack = PlannedMicroBatch(pack=Pack(ids=(0,), lengths=(num_tokens,)), time_s=1.0, peak_bytes=1)

@@ -70,8 +70,11 @@ def test_a_sequence_that_the_usual_methods_do_not_hold_is_planned_by_leaner_ones
         assert methods & {*SHARDED_METHODS} and not methods & {"ulysses", "ring"}
     with pytest.raises(InfeasibleError, match=f"under the leanest scheme, <4,1> m.*data.max_length={leanest} or less"):
         planner_of(longest=leanest + 1, memory_gib=0.03)
+    only = f"plan.methods={','.join(DEFAULT)}"
     with pytest.raises(InfeasibleError, match=r"or plan\.methods with metp"):
-        planner_of(f"plan.methods={','.join(DEFAULT)}", longest=usual + 1, memory_gib=0.03)
+        planner_of(only, "plan.shard_gradients=none", longest=usual + 1, memory_gib=0.03)
+    shares = planner_of(only, longest=usual + 1, memory_gib=0.03).problem.candidates
+    assert any(candidate.scheme.shard_gradients for candidate in shares), "whole gradients leave less room"
 
 
 def test_compare_and_plan_take_leaner_methods_too():
