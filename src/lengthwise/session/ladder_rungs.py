@@ -104,13 +104,13 @@ def _candidates_of_rungs(
     lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
     if has_host:
         steps.append(("activations on host", lean))
-    found = [*_steps(steps, search_space, cost)]
+    made_by_rung = [*_steps(steps, search_space, cost)]
     if search_space.methods is None:
-        found += _steps([("sharded weights", steps[-1][1])], search_space.widest, cost)
+        made_by_rung += _steps([("sharded weights", steps[-1][1])], search_space.widest, cost)
     if has_host:
-        found += _steps([("optimizer on host", lean)], search_space.widest, on_host)
-    in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=found[-1][1])
-    return [*found, ("attention by groups of heads", in_groups)]
+        made_by_rung += _steps([("optimizer on host", lean)], search_space.widest, on_host)
+    in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=made_by_rung[-1][1])
+    return [*made_by_rung, ("attention by groups of heads", in_groups)]
 
 
 def groups_of_heads(
