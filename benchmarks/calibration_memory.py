@@ -132,9 +132,9 @@ def memory_sections(rows: Sequence[Row]) -> list[Section]:
         title="Memory, predicted beside published",
         text="GiB of the fullest rank. Model state and loss as the systems have them; what layers keep and what their "
         "backwards take as our plans count it. Where operations are not fused, layers also keep the activation's "
-        "output and their norms' inputs in float32; nanotron keeps what tensor parallelism has gathered; ALST has queries, "
-        "keys and values of a layer before, in and after their exchange at once, which its code was not read for. These "
-        "and the bytes of a logit were decided with published numbers in view.",
+        "output and their norms' inputs in float32; nanotron keeps what tensor parallelism has gathered; ALST has "
+        "queries, keys and values of a layer before, in and after their exchange at once, which its code was not read "
+        "for. These and the bytes of a logit were decided with published numbers in view.",
         head=("system", "device", "ranks", "run", "what", "published", "predicted", "state", "ratio", "likely reason"),
         rows=[_memory_cells(row) for row in printed],
     )
