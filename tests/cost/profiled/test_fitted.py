@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lengthwise.core.cost import CostError, ProfileTable
@@ -54,6 +54,7 @@ def test_bytes_beyond_the_measured_lengths_grow_as_at_the_longest_ones():
     assert found.kept_bytes(np.array([4096, 100_000])) == pytest.approx([64 * 4096 + 800_000, 64e5 + 8e5], rel=1e-6)
 
 
+@example([(319, 1), (11_189, 15_183_371_299)])  # the sum of two large parts that cancel
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**12)), min_size=1, max_size=9))
 def test_no_measured_row_needs_more_bytes_than_the_model_says(rows):
     tokens, sizes = np.array(rows, dtype=float).T

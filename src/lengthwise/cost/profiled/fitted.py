@@ -101,6 +101,10 @@ def fit(table: ProfileTable) -> Fit:
     )  # fmt: skip
 
 
+ROUNDING = 4 * float(np.finfo(float).eps)
+"""Relative, of a sum whose parts all but cancel."""
+
+
 def memory_lines(tokens: np.ndarray, num_bytes: np.ndarray) -> tuple[Line, ...]:
     """Lines whose largest is at no measured number of tokens below what was measured there.
 
@@ -123,7 +127,9 @@ def memory_lines(tokens: np.ndarray, num_bytes: np.ndarray) -> tuple[Line, ...]:
     slopes = [(y[b] - y[a]) / (x[b] - x[a]) for a, b in pairwise(hull)] or [y[0] / x[0]]
     lines = [Line(y[point] - slope * x[point], slope) for point, slope in zip(hull, slopes)]
     raised = max(1.0, float((y / np.maximum.reduce([line.at(x) for line in lines])).max()))
-    return tuple(Line(raised * line.fixed, max(raised * line.per_token, 1.0)) for line in lines)
+    return tuple(
+        Line(raised * line.fixed + ROUNDING * abs(line.fixed), max(raised * line.per_token, 1.0)) for line in lines
+    )
 
 
 def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
