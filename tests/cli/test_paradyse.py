@@ -26,6 +26,7 @@ def slow_down(path, method):
     path.write_text(json.dumps(profile))
 
 
+@pytest.mark.deep
 def test_two_ranks_train_what_the_leanest_method_alone_holds_by_costs_learned_from_their_profile(tmp_path):
     own = [
         f"data.index={runs.make_corpus(tmp_path / 'corpus')}", "data.order=sorted", "data.max_length=1200",

@@ -155,6 +155,7 @@ def test_both_sides_of_a_difference_are_python(block):
         ast.parse(re.sub(r", \.\.\.(?=[,)])", "", textwrap.dedent("\n".join(side))))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_cells_of_notebooks_run_without_torch(notebook, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -35,6 +35,7 @@ def test_pages_of_simulations_are_not_stale(page):
     assert checked(f"{page}.py") == (0, "")
 
 
+@pytest.mark.deep
 def test_the_table_of_the_guide_is_what_its_command_prints():
     guide = (BENCHMARKS.parent / "docs/get-started/plan-without-gpus.md").read_text()
     shown = guide.split("```text\n", 1)[1].split("```", 1)[0].splitlines()

@@ -92,7 +92,7 @@ def with_all_levels(candidates):
 SPACES = {
     "hydraulis": (published_space, {}, 24),
     "dcp-intra": (usable, {"most_phases": 2}, 40),
-    "auto": (everything, {"most_phases": 2, "may_idle": True}, 16),
+    "auto": (everything, {"most_phases": 2, "may_idle": True}, 10),
 }
 MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1.005, 1.05)}
 """Planned time over the optimum: mean and worst."""

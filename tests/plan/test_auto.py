@@ -219,7 +219,7 @@ def nested_problems(seed):
     return problems, np.minimum(rng.lognormal(3, 1, int(rng.integers(3, 15))).astype(int) + 1, longest)
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.deep)])
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.deep)])
 def test_more_methods_make_hardly_any_step_slower_and_none_by_much(seeds):
     """Searches are not exhaustive, so that a larger space can end worse; what is found of fewer methods is tried."""
     ratios = []

@@ -75,6 +75,7 @@ def test_a_model_is_traced_and_compared_two_layers_at_a_time(ranks):
     )
 
 
+@pytest.mark.deep
 def test_a_model_is_measured_with_two_layers_on_each_rank(ranks, tmp_path):
     """No more than the shares of training: weights, gradients and two moments."""
     options = {"profile": tmp_path / "profile.json", "verbose": False, "max_degree": 1}

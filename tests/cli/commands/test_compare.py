@@ -336,6 +336,7 @@ def test_a_policy_with_a_long_name_leaves_room_for_the_numbers(cli, lengths, tmp
 REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8", "--hbm", "0.3"]
 
 
+@pytest.mark.deep
 def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
     four = [*REACH, "--gpus", "4"]
     code, out, err = cli(*four, "--policies", "static,hydraulis", "--json")

@@ -112,7 +112,7 @@ def test_no_sequence_is_passed_over_for_long():
 
 
 def test_formed_batches_are_computed_faster_than_the_samplers():
-    problem, stream = PROBLEMS[7], tailed_stream(60, 16, seed=3)
+    problem, stream = PROBLEMS[7], tailed_stream(30, 16, seed=3)
     planner = Planner(policy="dcp-intra", problem=problem)
     formed = list(form_batches(iter(stream), problem, growth_cap=3.0))
     assert sum(planner(batch).time_s for batch in formed) < sum(planner(batch).time_s for batch in stream)

@@ -114,7 +114,7 @@ def clear_in_place(model):
     torch.optim.SGD(model.parameters(), lr=1.0).zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize("change", [clear, clear_in_place])
+@pytest.mark.parametrize("change", [clear, pytest.param(clear_in_place, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(("dtype", "num_ranks", "options"), MODES)
 def test_zero_grad_around_steps_changes_nothing(ranks, dtype, num_ranks, options, change):
     expected = ranks(num_ranks).run(train_with, dtype, options, nothing)[0]

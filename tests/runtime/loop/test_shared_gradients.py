@@ -61,8 +61,13 @@ def steps_with_shares(groups, *, reads_early):
     return results
 
 
-@pytest.mark.parametrize("reads_early", [False, True])
-@pytest.mark.parametrize(("groups", "num_ranks"), [(SHARED, 3), (STAGED, 4)])
+@pytest.mark.parametrize(
+    ("groups", "num_ranks", "reads_early"),
+    [
+        (SHARED, 3, False), (STAGED, 4, True),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in ((SHARED, 3, True), (STAGED, 4, False))),
+    ],
+)  # fmt: skip
 def test_steps_learn_the_same_from_shares_of_gradients(ranks, groups, num_ranks, reads_early):
     """Also of a loss that read weights before the forward, whose gradients come after those of their unit."""
     with in_double():

@@ -76,8 +76,13 @@ def test_stages_whose_weights_are_gathered_for_a_step_train_as_with_whole_ones(r
         assert_exact(CASES[name], found, name)
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-@pytest.mark.parametrize("trained", memory_runs.TRAINED)
+@pytest.mark.parametrize(
+    ("trained", "by_layer"),
+    [
+        pytest.param(trained, by_layer, marks=[pytest.mark.deep] * ((number + by_layer) % 2))
+        for number, trained in enumerate(memory_runs.TRAINED) for by_layer in (False, True)
+    ],
+)  # fmt: skip
 def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, trained, by_layer):
     expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
     for losses, _, weights in ranks(3).run(memory_runs.train, 1, 1, {}, trained, stages=3, by_layer=by_layer):

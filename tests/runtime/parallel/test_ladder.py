@@ -56,7 +56,7 @@ def check_offload(names):
     for number, name in enumerate(names):
         spec = LADDER_FAMILIES[name]
         able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
             methods, recompute = (method,) * spec.num_layers, (False, True)
             expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
             for offload in (True, (True, False)):
@@ -161,7 +161,7 @@ def check_kept_attention(names):
     for number, name in enumerate(names):
         spec = LADDER_FAMILIES[name]
         able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
             methods, recompute = (method,) * spec.num_layers, (True, number % 2 == 0)
             expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
             for rungs in ({}, {"offload": True}):
@@ -210,7 +210,7 @@ def check_tiles(names):
     for number, name in enumerate(names):
         spec = LADDER_FAMILIES[name]
         able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
             methods, flags = (method,) * spec.num_layers, (False, True)
             expected = on_ranks(spec, RAGGED, methods)
             for planned in ({"recompute": flags}, {"offload": True, "recompute": flags[::-1]}):

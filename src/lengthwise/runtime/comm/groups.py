@@ -92,10 +92,12 @@ class GroupRegistry:
         """Release groups that are not ``needed``. All ranks know all groups, and so release the same ones."""
         files, counts = self._usage([*self._made, *missing])
         limit = self._most_files()
-        for key in [key for key in self._made if key not in needed]:
+        for number, key in enumerate([key for key in self._made if key not in needed]):
             is_small = max(files.values(), default=0) <= SHARE_OF_FILES * limit
             if is_small and max(counts.values(), default=0) <= MOST_GROUPS:
                 return
+            if number == 0:  # a rank that is still making a group would find its peers gone
+                all_reduce(torch.zeros(1, device=self._device), dist.ReduceOp.SUM)
             group = self._made.pop(key)
             used, times = self._usage([key])
             files.subtract(used)
