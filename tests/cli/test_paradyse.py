@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from lengthwise.config.run_config import load
 from lengthwise.core.pipeline_config import Method, uniform_scheme

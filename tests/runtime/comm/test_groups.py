@@ -80,6 +80,19 @@ def _keep():
         groups.close()
 
 
+def test_a_group_that_nobody_used_is_released_when_every_rank_has_made_it(fresh_ranks):
+    """Else the slower rank finds that the other has closed its sockets while it still connects, most often on a busy machine."""
+    assert fresh_ranks(3).run(_release_unused) == [True] * 3
+
+
+def _release_unused():
+    module.MOST_GROUPS = 1
+    groups = start_world("cpu").groups
+    for number in range(60):
+        groups.prepare([((0, 1, 2), f"{number}")])
+    return len(groups) == 1
+
+
 def test_a_step_that_needs_more_files_than_there_may_be_is_refused_on_every_rank(fresh_ranks):
     for message in fresh_ranks(2).run(_refuse):
         assert "the groups of one step need 800 open files in a process, and the limit is 160; raise it" in message
