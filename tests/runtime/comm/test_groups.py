@@ -81,7 +81,7 @@ def _keep():
 
 
 def test_a_group_that_nobody_used_is_released_when_every_rank_has_made_it(fresh_ranks):
-    """Else the slower rank finds that the other has closed its sockets while it still connects, most often on a busy machine."""
+    """Else a slower rank, as on a busy machine, finds that the others closed their sockets while it still connects."""
     assert fresh_ranks(3).run(_release_unused) == [True] * 3
 
 
