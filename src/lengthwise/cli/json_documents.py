@@ -128,6 +128,7 @@ class SchemeFields(Fields):
     offloaded_layers: int
     """Layers whose saved tensors are in host memory between forward and backward."""
     tile_tokens: int
+    sharded_gradients: bool
     """Tokens of a feed-forward's tile; 0: all at once."""
     state_gib: float
     max_tokens: int

@@ -1,13 +1,13 @@
 """The memory ladder: the longest sequence with each thing in turn that frees memory, and what each costs in time.
 
-A rung adds to what the ones before it do: recompute, feed-forwards in tiles, what layers save on the host, methods that
-shard weights, the optimizer's state on the host, attention by groups of heads where that holds more. On each, the
-scheme that holds the longest sequence is shown, and how long a sequence takes that the rung before still holds, under
-the fastest scheme of either.
+A rung adds to what the ones before it do: sharded gradients where these hold more, recompute, feed-forwards in tiles,
+what layers save on the host, methods that shard weights, the optimizer's state on the host, attention by groups of
+heads where that holds more. On each, the scheme that holds the longest sequence is shown, and how long a sequence takes
+that the rung before still holds, under the fastest scheme of either.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, make_candidates
 from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung, head_group_candidates
 from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.plan.space.sharded_gradients import GradientSharding, with_sharded
 
 PLAIN = Rung(recomputed=0, offloaded=0)
 RECOMPUTE = Rung(recomputed=1, offloaded=0)
@@ -91,26 +92,49 @@ def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: Analyt
     return tuple(rungs)
 
 
+def schemes_of(
+    search_space: SearchSpace, cost: AnalyticCost, *, recomputed: Sequence[int] | None = None
+) -> list[PipelineConfig]:
+    """Schemes of the search space, those with sharded gradients too where it may choose them."""
+    schemes = search_space.schemes(cost.model.num_layers, cost.cluster, recomputed=recomputed)
+    return with_sharded(schemes) if search_space.shard_gradients is GradientSharding.AUTO else schemes
+
+
 def _candidates_of_rungs(
     search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost
 ) -> list[tuple[str, list[Candidate]]]:
     """The name of each rung and the candidates that have what it adds."""
     has_host = cost.cluster.device.host_bytes_per_s > 0
     steps: list[tuple[str, tuple[Rung, ...]]] = [
-        ("as it is", (PLAIN,)),
         ("recompute", (RECOMPUTE,)),
         ("feed-forward tiles", (TILES,)),
     ]
     lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
     if has_host:
         steps.append(("activations on host", lean))
-    made_by_rung = [*_steps(steps, search_space, cost)]
+    made_by_rung = [*_without_recompute(search_space, cost), *_steps(steps, search_space, cost)]
     if search_space.methods is None:
         made_by_rung += _steps([("sharded weights", steps[-1][1])], search_space.widest, cost)
     if has_host:
         made_by_rung += _steps([("optimizer on host", lean)], search_space.widest, on_host)
     in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=made_by_rung[-1][1])
     return [*made_by_rung, ("attention by groups of heads", in_groups)]
+
+
+def _without_recompute(search_space: SearchSpace, cost: AnalyticCost) -> Iterator[tuple[str, list[Candidate]]]:
+    """Candidates as they are, and with sharded gradients where these may be chosen and hold longer sequences."""
+    if search_space.shard_gradients is not GradientSharding.AUTO:
+        yield from _steps([("as it is", (PLAIN,))], search_space, cost)
+        return
+    with_whole, with_shares = (
+        candidates
+        for choice in (GradientSharding.NONE, GradientSharding.ALL)
+        for _, candidates in _steps([("", (PLAIN,))], replace(search_space, shard_gradients=choice), cost)
+    )
+    yield "as it is", with_whole
+    longest, before = (max((c.max_tokens for c in of), default=0) for of in (with_shares, with_whole))
+    if longest > before:
+        yield "sharded gradients", with_shares
 
 
 def groups_of_heads(
@@ -120,7 +144,7 @@ def groups_of_heads(
     cluster = cost.cluster
     return list(
         head_group_candidates(
-            search_space.schemes(cost.model.num_layers, cluster, recomputed=(0,)), beside, cost,
+            schemes_of(search_space, cost, recomputed=(0,)), beside, cost,
             num_devices=cluster.num_devices, num_groups=cost.head_groups,
             has_host=cluster.device.host_bytes_per_s > 0,
         )
@@ -130,11 +154,10 @@ def groups_of_heads(
 def _steps(
     steps: Sequence[tuple[str, tuple[Rung, ...]]], search_space: SearchSpace, cost: AnalyticCost
 ) -> Iterator[tuple[str, list[Candidate]]]:
-    cluster = cost.cluster
-    schemes = search_space.schemes(cost.model.num_layers, cluster, recomputed=(0,))
+    schemes = schemes_of(search_space, cost, recomputed=(0,))
     for name, rungs in steps:
         made = [_of(rung, scheme) for scheme in schemes for rung in rungs]
-        yield name, list(make_candidates(made, cost, num_devices=cluster.num_devices))
+        yield name, list(make_candidates(made, cost, num_devices=cost.cluster.num_devices))
 
 
 def _of(rung: Rung, scheme: PipelineConfig) -> PipelineConfig:

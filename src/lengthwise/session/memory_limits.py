@@ -16,7 +16,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
-from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder
+from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder, schemes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class MemoryLimits:
     model: ModelSpec
     cluster: ClusterSpec
     candidates: tuple[Candidate, ...]
-    """Every scheme with no, half and all of its layers recomputed, those that hold nothing included."""
+    """Every scheme with no, half and all of its layers recomputed, those that hold nothing included; with whole and
+    with sharded gradients, where both are allowed."""
     length: int | None = None
     """The sequence that was asked for."""
     fits: tuple[FittingPipeline, ...] = ()
@@ -107,10 +108,10 @@ def memory_limits(
     price = partial(AnalyticCost, model=model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
     cost, num_layers = price(), model.num_layers
     asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
-    candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
+    candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < (length or 1):
         search_space = search_space.widest
-        candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
+        candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     if not length:
         ladder = memory_ladder(asked, price(), price(state_on_host=True))
         if not ladder:
@@ -132,8 +133,7 @@ def memory_limits(
 
 def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
     """Candidates with offload and tiles too, where that pays or a sequence of ``length`` needs it."""
-    cluster = cost.cluster
-    schemes = search_space.schemes(cost.model.num_layers, cluster)
+    cluster, schemes = cost.cluster, schemes_of(search_space, cost)
     candidates = tuple(_priced(schemes, cost, cluster))
     more = ladder_candidates(
         schemes,
@@ -216,6 +216,7 @@ def _describe(candidate: Candidate) -> dict[str, Any]:
         "recomputed_layers": scheme.num_recomputed,
         "offloaded_layers": scheme.num_offloaded,
         "tile_tokens": scheme.tile_tokens,
+        "sharded_gradients": scheme.shard_gradients,
         "state_gib": candidate.state_bytes / GIB,
         "max_tokens": candidate.max_tokens,
     }

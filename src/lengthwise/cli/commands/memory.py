@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli import shared_options as shared
+from lengthwise.cli.compare_options import ShardGradients
 from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import find_model, make_cluster, parse_methods
 
@@ -43,6 +45,7 @@ def run(
     max_degree: shared.MaxDegree = None,
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
+    shard_gradients: ShardGradients = GradientSharding.AUTO,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     gradient_dtype: GradientDtypeOption = GradientDtype.MASTER,
     json: shared.Json = False,
@@ -57,8 +60,9 @@ def run(
         host_memory_gib=host_memory,
     )  # fmt: skip
     search_space = SearchSpace(
-        max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
-    )
+        max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
+        shard_gradients=shard_gradients,
+    )  # fmt: skip
     limits = memory_limits(
         spec, cluster, search_space, dtype=dtype.value, length=length,
         narrow_gradients=gradient_dtype is GradientDtype.COMPUTE,

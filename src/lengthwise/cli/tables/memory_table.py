@@ -68,7 +68,8 @@ def _print_schemes(limits: MemoryLimits) -> None:
 
     console, candidates, num_layers = stdout(), limits.candidates, limits.model.num_layers
     levels = sorted({candidate.scheme.num_recomputed for candidate in candidates})
-    console.print(f"{_longest_what(limits)} in tokens:")
+    sharded = "; z2: gradients are sharded" if any(c.scheme.shard_gradients for c in candidates) else ""
+    console.print(f"{_longest_what(limits)} in tokens{sharded}:")
     shown = Table(box=None, pad_edge=False)
     for heading in ("degree", "stages"):
         shown.add_column(heading, justify="right")
@@ -79,7 +80,8 @@ def _print_schemes(limits: MemoryLimits) -> None:
     rows: dict[tuple[int, int, str], list[Candidate]] = {}
     for candidate in candidates:
         scheme = candidate.scheme
-        rows.setdefault((scheme.degree, scheme.num_stages, str(scheme.methods[0])), []).append(candidate)
+        method = f"{scheme.methods[0]}{' z2' if scheme.shard_gradients else ''}"
+        rows.setdefault((scheme.degree, scheme.num_stages, method), []).append(candidate)
     for (degree, stages, method), members in rows.items():
         longest = {candidate.scheme.num_recomputed: candidate.max_tokens for candidate in members}
         cells = [f"{longest[level]:,}" if longest.get(level) else "-" for level in levels]

@@ -38,6 +38,11 @@ def sharded(scheme: PipelineConfig) -> PipelineConfig:
     return replace(scheme, shard_gradients=True) if can_shard(scheme) else scheme
 
 
+def with_sharded(schemes: Sequence[PipelineConfig]) -> list[PipelineConfig]:
+    """``schemes``, and after each that can shard gradients the same with sharded ones."""
+    return [variant for scheme in schemes for variant in dict.fromkeys((scheme, sharded(scheme)))]
+
+
 def paying_schemes(
     schemes: Sequence[PipelineConfig],
     candidates: Sequence[Candidate],
