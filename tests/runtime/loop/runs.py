@@ -57,6 +57,8 @@ class Packs:
     """Layers of each stage; none: one stage."""
     shards_gradients: bool = False
     """Whether the ranks of a stage keep shares of gradients, if there are several."""
+    keeps_attention: bool = False
+    """Whether layers that recompute keep what attention gave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +161,9 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
         shards_gradients = group.shards_gradients and degree > 1
         scheme = replace(
-            scheme, stage_layers=group.stage_layers or scheme.stage_layers, shard_gradients=shards_gradients
-        )
+            scheme, stage_layers=group.stage_layers or scheme.stage_layers, shard_gradients=shards_gradients,
+            keep_attention=group.keeps_attention,
+        )  # fmt: skip
         pipelines.append(
             Pipeline(ranks=group.ranks, phase=group.phase, scheme=scheme, micro_batches=tuple(planned))
         )  # fmt: skip

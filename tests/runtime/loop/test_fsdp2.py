@@ -1,5 +1,7 @@
 """Models that FSDP2 holds: as exact as others with uneven accumulation, and refused where ranks would hang."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -24,20 +26,31 @@ def wrapped(world, *, frees=False, dtype=torch.float64):
     return fully_shard(model, mesh=mesh)
 
 
-def make_run(model, world, degree):
+def make_run(model, world, degree, *, keep_attention=False):
     settings = OptimizerSettings(name="adamw")
-    return run_of(
+    run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
         clip_norm=0.05, num_steps=3,
     )  # fmt: skip
+    if keep_attention:
+        run.wrapped_model.layers.may_keep_attention, plan_of = True, run.planner
+        run.planner = lambda batch: with_kept_attention(plan_of(batch))
+    return run
 
 
-def train(degree, is_wrapped, dtype=torch.float64):
+def with_kept_attention(plan):
+    """The plan, whose recomputed layers keep what attention gave."""
+    pipelines = [replace(p, scheme=replace(p.scheme, keep_attention=True)) for p in plan.pipelines]
+    assert all(pipeline.scheme.keep_attention for pipeline in pipelines)
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def train(degree, is_wrapped, dtype=torch.float64, **options):
     world = start_world("cpu")
     torch.manual_seed(0)
     model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
-    run = make_run(model, world, degree)
+    run = make_run(model, world, degree, **options)
     check_exact(run)
     losses = []
     for step in run.steps():
@@ -51,12 +64,16 @@ def train(degree, is_wrapped, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "degree"), [(2, 2), *(pytest.param(4, degree, marks=pytest.mark.deep) for degree in (1, 2))]
+    ("num_ranks", "degree", "keep_attention"),
+    [
+        (2, 2, True),
+        *(pytest.param(4, degree, keeps, marks=pytest.mark.deep) for degree, keeps in ((1, True), (2, False))),
+    ],
 )
-def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, degree):
+def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, degree, keep_attention):
     """Four ranks for three micro-batches: one has none."""
     expected_losses, expected = ranks(1).run(train, 1, False)[0]
-    for losses, weights in ranks(num_ranks).run(train, degree, True):
+    for losses, weights in ranks(num_ranks).run(train, degree, True, keep_attention=keep_attention):
         assert losses == pytest.approx(expected_losses, abs=1e-10)
         for mine, theirs in zip(weights, expected):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)

@@ -74,6 +74,7 @@ def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, mo
             ranks=ranks, packs=tuple(own), phase=phase, recompute=tuple(rng.choices([True, False], k=num_layers)),
             method=rng.choice(METHODS), stage_layers=random_stages(rng, len(ranks), num_layers, most_stages),
             shards_gradients=shards and not groups[-1][0] and random.Random(str(ranks)).random() < 0.7,
+            keeps_attention=random.Random(str(packs)).random() < 0.5,
         )
         for phase, ranks, own in groups
     )  # fmt: skip
@@ -85,6 +86,7 @@ def gradients_of_random_plans(name, seeds, expected, by_layer):
     with in_double():
         run = prepared(case, (), world, num_steps=len(seeds), by_layer=by_layer)
         run.lr, number = lambda step: 0.0, run.wrapped_model.structure.num_layers
+        run.wrapped_model.layers.may_keep_attention = True
         run.planner = lambda batch: plan_of(
             batch, random_groups(random.Random(seeds[batch.step]), world.size, number, shards=not by_layer), number
         )
