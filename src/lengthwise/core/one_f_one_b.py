@@ -87,13 +87,14 @@ def _equal_stages_end_s(forwards_s: Sequence[float], backwards_s: Sequence[float
     gradients_s = [[0.0] * count for _ in range(num_stages)]  # when each one is there
     for i in range(count + last):
         if i < count:
-            end_s = 0.0
-            for stage in range(num_stages):
-                free_s[stage] = end_s = max(free_s[stage], end_s) + forwards_s[i]
+            end_s, forward_s = 0.0, forwards_s[i]
+            for stage, begin_s in enumerate(free_s):
+                free_s[stage] = end_s = (begin_s if begin_s > end_s else end_s) + forward_s
             gradients_s[last][i] = end_s
         for stage in range(last - max(0, i - count + 1), max(-1, last - i - 1), -1):
             number = i - (last - stage)
-            free_s[stage] = end_s = max(free_s[stage], gradients_s[stage][number]) + backwards_s[number]
+            begin_s, gradient_s = free_s[stage], gradients_s[stage][number]
+            free_s[stage] = end_s = (begin_s if begin_s > gradient_s else gradient_s) + backwards_s[number]
             if stage:
                 gradients_s[stage - 1][number] = end_s
     return max(free_s)

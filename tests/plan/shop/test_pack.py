@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lengthwise.plan.solve.shop.exchange_moves import packing
 from lengthwise.plan.solve.shop.model import Machines, Objective, estimator, make_problem
-from lengthwise.plan.solve.shop.pack import improve, pack, spread
+from lengthwise.plan.solve.shop.pack import fewest_conceivable, improve, pack, spread
 
 from .brute import best_packings, span_of
 
@@ -92,3 +92,29 @@ def test_an_idle_machine_ends_at_once():
         np.array([[1.0]]), np.array([1]), [Machines(count=1, capacity=1)], objective=Objective.FLOW_SHOP
     )
     assert packing(problem, swaps=1)(0, [], 0.0) == (0.0, [])
+
+
+def test_large_jobs_leave_no_room_for_others():
+    assert fewest_conceivable([9, 9, 9, 4, 4, 4], 10) == 5
+    assert fewest_conceivable([9, 9, 6, 4, 4], 10) == 4, "a job of 4 fits beside that of 6"
+    assert fewest_conceivable([4, 4, 4], 10) == 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(100, 200))
+def test_no_packing_has_fewer_batches_than_conceivable(sizes, capacity):
+    fewest = [len(sizes)]
+
+    def place(number, room):
+        """Job by job into each batch with room, or into a new one."""
+        if len(room) >= fewest[0]:
+            return
+        if number == len(sizes):
+            fewest[0] = len(room)
+            return
+        for batch, left in enumerate([*room, capacity]):
+            if left >= sizes[number]:
+                place(number + 1, [*room[:batch], left - sizes[number], *room[batch + 1 :]])
+
+    place(0, [])
+    assert fewest_conceivable(sizes, capacity) <= fewest[0]

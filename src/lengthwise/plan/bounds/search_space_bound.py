@@ -28,7 +28,7 @@ taken to be no faster than both candidates, and cost what they cost at the lengt
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -123,10 +123,10 @@ class SearchSpaceBound:
 
     def step_s(self, priced: PricedBatch) -> float:
         """Seconds that the whole step takes at least, its update included."""
-        levels = []
+        levels, every = [], self._sequences(priced.bounding_lengths)
         for update_s in np.unique(self._updates_s).tolist():
             allowed = self._updates_s <= update_s
-            sequences, whole_s = self._sequences(priced.bounding_lengths, allowed), float(self._wholes_s[allowed].min())
+            sequences, whole_s = every.under(allowed), float(self._wholes_s[allowed].min())
             if sequences.floor_s < np.inf:
                 levels.append((max(whole_s, update_s + sequences.floor_s), update_s, whole_s, sequences))
         least_s = np.inf
@@ -138,15 +138,15 @@ class SearchSpaceBound:
     def _at(self, lengths: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
-    def _sequences(self, lengths: np.ndarray, rows: np.ndarray | slice = slice(None)) -> "_Sequences":
+    def _sequences(self, lengths: np.ndarray) -> "_Sequences":
         columns, counts = np.unique(self._at(lengths), return_counts=True)
         return _Sequences(
             num_devices=self._problem.num_devices,
             counts=counts.astype(np.float64),
-            devices=self._devices[rows],
-            device_s=self._device_s[rows][:, columns],
-            alone_s=self._alone_s[rows][:, columns],
-            bubble_s=self._bubble_s[rows][:, columns],
+            devices=self._devices,
+            device_s=self._device_s[:, columns],
+            alone_s=self._alone_s[:, columns],
+            bubble_s=self._bubble_s[:, columns],
         )
 
 
@@ -165,6 +165,17 @@ class _Sequences:
     """[G, C] seconds of a pipeline with one micro-batch, of this sequence."""
     bubble_s: np.ndarray
     """[G, C] seconds that a pipeline whose longest it is idles at least."""
+    _least_by_time: dict[float, np.ndarray] = field(init=False, default_factory=dict, repr=False)
+
+    def under(self, groups: np.ndarray) -> "_Sequences":
+        """The sequences under some groups of schemes alone, given as a mask [G]."""
+        tables = {name: getattr(self, name)[groups] for name in ("devices", "device_s", "alone_s", "bubble_s")}
+        return _Sequences(num_devices=self.num_devices, counts=self.counts, **tables)
+
+    @cached_property
+    def _needed_s(self) -> np.ndarray:
+        """[G, C] seconds below which there is no time for a sequence."""
+        return self.alone_s * (1 - MARGIN)
 
     @cached_property
     def floor_s(self) -> float:
@@ -196,10 +207,11 @@ class _Sequences:
 
     def _least_devices(self, time_s: float) -> np.ndarray:
         """[C] devices that a sequence of each length takes at least; inf where there is no time for it."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            devices = np.where(time_s >= self.alone_s * (1 - MARGIN), self.device_s / (time_s - self.bubble_s), np.inf)
-        least: np.ndarray = devices.min(axis=0)
-        return least
+        if time_s not in self._least_by_time:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                devices = np.where(time_s >= self._needed_s, self.device_s / (time_s - self.bubble_s), np.inf)
+            self._least_by_time[time_s] = devices.min(axis=0)
+        return self._least_by_time[time_s]
 
     def _even_devices(self, time_s: float) -> float:
         return float(self._least_devices(time_s) @ self.counts)

@@ -111,9 +111,14 @@ class PlacedStrategy:
 
     def alone_s(self, priced: PricedBatch, positions: np.ndarray) -> np.ndarray:
         """Seconds of each of some sequences alone on its best pipeline."""
+        return self._alone_s(priced, self._work(priced)[:, positions])
+
+    def _alone_s(self, priced: PricedBatch, work_s: np.ndarray) -> np.ndarray:
+        """Seconds alone of sequences of this work [tiles, sequences]."""
         stages = np.array([[tile.candidate.alone_stages] for tile in self.tiles])
         overheads_s = np.array([[priced.overhead_s(tile.candidate)] for tile in self.tiles])
-        return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
+        least_s: np.ndarray = ((work_s + overheads_s) * stages).min(axis=0)
+        return least_s
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of ``priced`` take at least, cheaply told; inf if one fits nowhere.
@@ -126,16 +131,17 @@ class PlacedStrategy:
         work_s = self._work(priced)
         devices = np.array([[tile.candidate.num_devices] for tile in self.tiles])
         even_s = float((devices * work_s).min(axis=0).sum()) / self.problem.num_devices
-        return max(even_s, float(self.alone_s(priced, np.arange(len(priced.lengths))).max())) * (1 - SLACK)
+        return max(even_s, float(self._alone_s(priced, work_s).max())) * (1 - SLACK)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""
         if priced.lengths.max() > self.max_length:
             return np.inf
+        work_s = self._work(priced)
+        bound_s = priced.certificate(work_s, self._bounding).bound
         if self._bounding == self._machines:
-            return self._certificate(priced, self._bounding).bound
-        alone_s = float(self.alone_s(priced, np.arange(len(priced.lengths))).max()) * (1 - SLACK)
-        return max(self._certificate(priced, self._bounding).bound, alone_s)
+            return bound_s
+        return max(bound_s, float(self._alone_s(priced, work_s).max()) * (1 - SLACK))
 
     def planned(self, priced: PricedBatch) -> tuple[Phase, float]:
         """The pipelines with their packs, and the step's seconds beyond ``update_s``; nothing is known of filler."""
@@ -150,20 +156,21 @@ class PlacedStrategy:
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""
+        work_s = self._work(priced)
         assignment = schedule(
-            self._work(priced),
+            work_s,
             priced.lengths,
             self._machines,
             objective=self.problem.objective,
-            certificate=self._certificate(priced, self._machines),
+            certificate=self._certificate(priced, work_s),
         )
         return tuple(
             map(self._pipeline, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
         ), assignment
 
-    def _certificate(self, priced: PricedBatch, machines: Sequence[Machines]) -> Certificate:
+    def _certificate(self, priced: PricedBatch, work_s: np.ndarray) -> Certificate:
         """Guide the search with what bounds the flow shop that it schedules; what bounds 1F1B is for users."""
-        return priced.certificate(self._work(priced), machines)
+        return priced.certificate(work_s, self._machines)
 
     def _pipeline(
         self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch

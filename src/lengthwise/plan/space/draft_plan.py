@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -113,8 +113,11 @@ def runs_of(pipeline: PipelineDraft) -> tuple[Candidate, ...]:
 def numbers_by_candidate(runs: Sequence[Candidate]) -> dict[Candidate, list[int]]:
     """Which packs run as each candidate."""
     numbers: dict[Candidate, list[int]] = {}
-    for number, run in enumerate(runs):
-        numbers.setdefault(run, []).append(number)
+    first = 0
+    for run, same in groupby(runs):
+        last = first + len(list(same))
+        numbers.setdefault(run, []).extend(range(first, last))
+        first = last
     return numbers
 
 
@@ -244,8 +247,8 @@ def issue_order(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[floa
     Of a pipeline of one stage, which takes as long in any order, the longest comes last where passes hide updates: the
     last backward is longer than the first forward, and more bytes are pushed beneath it than pulled.
     """
-    ids = priced.batch.ids
-    order = sorted(range(len(times_s)), key=lambda k: (-times_s[k], tuple([ids[i] for i in pipeline.packs[k]])))
+    ids, packs = priced.batch.ids, pipeline.packs
+    order = sorted(range(len(times_s)), key=lambda k: (-times_s[k], [ids[i] for i in packs[k][:1]]))  # ids differ
     is_last_longest = pipeline.candidate.num_stages == 1 and hides_updates(priced.problem.cost)
     return [*order[1:], *order[:1]] if is_last_longest else order
 

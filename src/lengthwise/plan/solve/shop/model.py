@@ -149,6 +149,36 @@ class ShopProblem:
         return np.where(np.isfinite(least), least, 1.0)
 
     @cached_property
+    def has_setup(self) -> bool:
+        """Whether batches of any type take a setup."""
+        return bool(self.setup.any())
+
+    @cached_property
+    def has_whole_setups(self) -> bool:
+        """Whether those of a type of one stage do."""
+        return bool((self.setup * (self.later == 0)).any())
+
+    @cached_property
+    def alone(self) -> np.ndarray:
+        """[K, B] time of a batch of one job; inf where it may not run."""
+        return self.work + self.setup
+
+    @cached_property
+    def later_work(self) -> np.ndarray:
+        """[K, B] work of each job on the stages after the first; 0 where it may not run."""
+        return self.later * np.where(np.isfinite(self.work), self.work, 0.0)
+
+    @cached_property
+    def later_alone(self) -> np.ndarray:
+        """[K, B] time on the stages after the first of a batch of one job; that of the setup where it may not run."""
+        return self.later * (np.where(np.isfinite(self.work), self.work, 0.0) + self.setup)
+
+    @cached_property
+    def forced(self) -> np.ndarray:
+        """[K, B] share of a setup that each job's size forces."""
+        return self.setup * (self.taken / self.capacity)
+
+    @cached_property
     def work_rows(self) -> list[list[float]]:
         """`work` as lists, which scalar code reads faster."""
         rows: list[list[float]] = self.work.tolist()
@@ -247,7 +277,10 @@ def estimator(machines: Machines, objective: Objective) -> Estimate:
             return 0.0
         fewest = -(-size // capacity)
         max_batches = size // min_fill
-        count = ideal_count(machines, objective, total=total, largest=largest)
+        ratio = total / largest  # from here to `best` as `ideal_count`, which is called less often
+        count = math.ceil(ratio - ROUNDING) - 1 if flow else math.floor(ratio + ROUNDING)
+        if setup > 0 or not later:
+            count = min(count, math.floor(math.sqrt(later * total / setup)) if later else 0)
         best = math.inf
         for batches in (count, count + 1):
             if batches > max_batches:

@@ -51,7 +51,7 @@ def pack(
             return math.fsum(work) + len(batches) * machines.setup, batches
     total_size = sum(sizes)
     max_count = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
-    candidates: list[tuple[float, float, int, Batches]] = []
+    candidates: list[tuple[float, float, Batches]] = []
     best, needed, placed, in_vain = math.inf, fewest_conceivable(sizes, machines.capacity), 0, 0
     for ideal, count in _counts(work, sizes, machines, objective):
         if candidates and (
@@ -65,21 +65,20 @@ def pack(
         placed += len(work)
         batches = spread(work, sizes, count, machines.capacity)
         if batches:
-            candidates.append((_value(work, batches, machines, objective), ideal, count, batches))
+            candidates.append((_value(work, batches, machines, objective), ideal, batches))
             best = min(best, candidates[-1][0])
             continue
         in_vain += len(work)
         if in_vain > MOST_IN_VAIN:  # every next number could fail as this one did
             needed, in_vain = max(needed, len(first_fit_decreasing(sizes, machines.capacity))), 0
     candidates.sort(key=lambda candidate: candidate[0])
-    for value, ideal, _, batches in candidates[:IMPROVED] if swaps else []:
+    packed = [(value, batches) for value, _, batches in candidates]
+    for number, (value, ideal, batches) in enumerate(candidates[:IMPROVED] if swaps else []):
         if best > enough and ideal * (1 + CLOSE) < best and value > ideal * (1 + CLOSE):
             improve(work, sizes, batches, capacity=machines.capacity, swaps=swaps)
-            best = min(best, _value(work, batches, machines, objective))
-    batches = min(
-        (candidate[3] for candidate in candidates), key=lambda candidate: _value(work, candidate, machines, objective)
-    )
-    return best, batches
+            packed[number] = _value(work, batches, machines, objective), batches
+            best = min(best, packed[number][0])
+    return min(packed, key=lambda value_of: value_of[0])
 
 
 def _value(work: Sequence[float], batches: Batches, machines: Machines, objective: Objective) -> float:
@@ -91,10 +90,24 @@ def _value(work: Sequence[float], batches: Batches, machines: Machines, objectiv
 
 
 def fewest_conceivable(sizes: Sequence[int], capacity: int) -> int:
-    """Batches below which there is no room: of jobs larger than capacity / (k + 1), a batch holds k at most."""
-    larger = np.sort(np.asarray(sizes))[::-1]
-    counts = [len(larger) - int(np.searchsorted(larger[::-1], capacity // (k + 1), side="right")) for k in SHARES]
-    return max(-(-sum(sizes) // capacity), *(-(-count // k) for k, count in zip(SHARES, counts)))
+    """Batches below which there is no room (Martello and Toth, 1990, bound L2; and how many jobs a batch holds).
+
+    Jobs larger than half of the capacity have a batch each. With one larger than capacity - a there is no job of at
+    least a, so such jobs have the room that all other large ones leave, for any a. And of jobs larger than
+    capacity / (k + 1), a batch holds k at most.
+    """
+    ascending = np.sort(np.asarray(sizes))
+    up_to = np.searchsorted(ascending, [capacity // (k + 1) for k in SHARES], side="right").tolist()
+    num_jobs, num_small = len(ascending), up_to[0]
+    fewest = max(-(-(num_jobs - first) // k) for k, first in zip(SHARES, up_to))
+    sums = np.concatenate([[0], np.cumsum(ascending)])
+    fewest = max(fewest, -(-int(sums[-1]) // capacity))
+    if num_small and num_small < num_jobs:
+        small = ascending[:num_small]
+        beside = np.searchsorted(ascending, capacity - small, side="right")  # jobs that may share with each small one
+        over = sums[beside] - sums[:num_small] - (beside - num_small) * capacity
+        fewest = max(fewest, num_jobs - num_small - int((-over // capacity).min()))
+    return fewest
 
 
 def fewest_batches(sizes: Sequence[int], capacity: int) -> Batches:
@@ -155,20 +168,25 @@ def _least_work(work: Sequence[float], sizes: Sequence[int], count: int, capacit
     A batch without room for a job is set aside until a job is small enough for it: with sizes that do not increase,
     that is once per job at most, O((jobs + count) log count) in all.
     """
-    heap = [(0.0, batch) for batch in range(count)]
-    room = [capacity] * count
+    if sizes[0] > capacity:
+        return []
+    heap = [(value, batch) for batch, value in enumerate(work[:count])]  # the first of each batch
+    room = [capacity - size for size in sizes[:count]]
+    heapq.heapify(heap)
     aside: list[tuple[int, float, int]] = []
-    placed = []
-    for value, size in zip(work, sizes):
+    placed = list(range(count))
+    for value, size in zip(work[count:], sizes[count:]):
         while aside and -aside[0][0] >= size:
             _, load, batch = heapq.heappop(aside)
             heapq.heappush(heap, (load, batch))
-        while heap and room[heap[0][1]] < size:
-            load, batch = heapq.heappop(heap)
+        while heap:
+            load, batch = heap[0]
+            if room[batch] >= size:
+                break
+            heapq.heappop(heap)
             heapq.heappush(aside, (-room[batch], load, batch))
-        if not heap:
+        else:
             return []
-        load, batch = heap[0]
         heapq.heapreplace(heap, (load + value, batch))
         room[batch] -= size
         placed.append(batch)

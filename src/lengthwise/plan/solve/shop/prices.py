@@ -49,21 +49,27 @@ class _CentralPath:
         self.classes = classes
         self.machines = classes.count[:, None]
         self.deadline = max(deadline, floor)
-        self.taken, self.open = self._shares()
+        self._find_shares()
         num_kinds = self.taken.shape[1]
         self.prices = np.full((len(self.machines), num_kinds), 1 / (num_kinds * classes.count.sum()))
         self.flow = self.open * self.machines
         self.flow *= classes.counts / self.flow.sum(axis=0)
         self._relax(slack=1.2)
         self.worth = 0.7 * self._cheapest()
-        self.surplus = np.where(self.open, self.cost - self.worth, 1.0)
+        self.surplus = self._where_open(self.cost - self.worth, 1.0)
 
-    def _shares(self) -> tuple[np.ndarray, np.ndarray]:
+    def _find_shares(self) -> None:
+        """The shares at the deadline, which is moved until each job is in time somewhere, and where each job is."""
         taken, open_ = shares(self.classes, self.deadline)
         while not open_.any(axis=0).all():
             self.deadline *= 1.001
             taken, open_ = shares(self.classes, self.deadline)
-        return taken, open_
+        self.taken, self.open, self.num_open = taken, open_, int(np.count_nonzero(open_))
+        self.all_open = self.num_open == open_.size
+
+    def _where_open(self, values: np.ndarray, otherwise: float) -> np.ndarray:
+        """The values of types on which jobs are in time, of the others another one."""
+        return values if self.all_open else np.where(self.open, values, otherwise)
 
     def _relax(self, *, slack: float) -> None:
         """Load and unused time of each type and kind, and the stretch of the deadline that makes the flow feasible."""
@@ -73,7 +79,7 @@ class _CentralPath:
 
     def _cheapest(self) -> np.ndarray:
         self.cost = (self.prices[:, None, :] @ self.taken)[:, 0, :]
-        self.cheapest: np.ndarray = np.where(self.open, self.cost, np.inf).min(axis=0)
+        self.cheapest: np.ndarray = self._where_open(self.cost, np.inf).min(axis=0)
         return self.cheapest
 
     def value(self, *, middle: bool = False) -> float:
@@ -88,21 +94,21 @@ class _CentralPath:
     def move_deadline(self, deadline: float) -> None:
         """Go to another deadline with the same point, pushed inside where it would be infeasible."""
         self.deadline = deadline
-        self.taken, self.open = self._shares()
-        self.flow = np.where(self.open, np.maximum(self.flow, 1e-9), 0.0)
+        self._find_shares()
+        self.flow = self._where_open(np.maximum(self.flow, 1e-9), 0.0)
         self.flow *= self.classes.counts / self.flow.sum(axis=0)
         self._relax(slack=1.05)
         self.worth = np.minimum(self.worth, 0.95 * self._cheapest())
-        self.surplus = np.where(self.open, self.cost - self.worth, 1.0)
+        self.surplus = self._where_open(self.cost - self.worth, 1.0)
 
     def step(self) -> None:
         """One Newton step towards a point `CENTERING` times as far from the optimum."""
         num_types, num_kinds, _ = self.taken.shape
         size = num_types * num_kinds
         distance = float((self.flow * self.surplus).sum()) + float((self.unused * self.prices).sum())
-        aim = CENTERING * distance / (float(self.open.sum()) + size)
+        aim = CENTERING * distance / (self.num_open + size)
         theta = self.flow / self.surplus
-        rho = np.where(self.open, aim / self.surplus, 0.0) - self.flow
+        rho = self._where_open(aim / self.surplus, 0.0) - self.flow
         total, owed = theta.sum(axis=0), rho.sum(axis=0)
         weighted = self.taken * theta[:, None, :]
         flat = weighted.reshape(size, -1)
@@ -112,17 +118,17 @@ class _CentralPath:
             block_slice = slice(kind * num_kinds, (kind + 1) * num_kinds)
             system[block_slice, block_slice] += block
         drift = aim / self.prices - self.unused
-        system[range(size), range(size)] += (self.unused / self.prices).ravel()
+        system.reshape(-1)[: size * (size + 2) : size + 2] += (self.unused / self.prices).ravel()  # the diagonal
         system[:size, size] = system[size, :size] = np.repeat(self.machines, num_kinds)
         right = (self.taken @ rho[:, :, None])[:, :, 0] + drift
         solved = np.linalg.solve(system, np.append(right.ravel() - flat @ (owed / total), 0.0))
         d_prices = solved[:size].reshape(num_types, num_kinds)
         d_cost = (d_prices[:, None, :] @ self.taken)[:, 0, :]
         d_worth = ((theta * d_cost).sum(axis=0) - owed) / total
-        d_surplus = np.where(self.open, d_cost - d_worth, 0.0)
+        d_surplus = self._where_open(d_cost - d_worth, 0.0)
         d_flow = rho - theta * d_surplus
         d_unused = drift - self.unused / self.prices * d_prices
-        primal = _length(d_flow, np.where(self.open, self.flow, 1.0), d_unused, self.unused)
+        primal = _length(d_flow, self._where_open(self.flow, 1.0), d_unused, self.unused)
         dual = _length(d_surplus, self.surplus, d_prices, self.prices)
         self.flow = self.flow + primal * d_flow
         self.unused = self.unused + primal * d_unused

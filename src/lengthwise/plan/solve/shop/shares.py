@@ -17,7 +17,7 @@ from lengthwise.plan.solve.shop.model import ROUNDING, Objective, ShopProblem
 
 def most_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndarray:
     """Batches, not rounded, each as long as each job, with which a machine still ends in time [K, B]; below 1: late."""
-    return deadline / (problem.work + problem.setup) - problem.later
+    return deadline / problem.alone - problem.later
 
 
 def capacities(problem: ShopProblem, deadline: float | np.ndarray, max_batches: np.ndarray) -> np.ndarray:
@@ -27,11 +27,10 @@ def capacities(problem: ShopProblem, deadline: float | np.ndarray, max_batches: 
     V (C / (V + stages - 1) - setup), concave in V. Beyond, in a flow shop, setups are: C - V setup - (stages - 1) m.
     """
     later, setup = problem.later, problem.setup
-    work = np.where(np.isfinite(problem.work), problem.work, 0.0)
+    if not problem.has_setup and problem.objective is Objective.FLOW_SHOP:
+        return deadline - problem.later_work
     floor = np.maximum(np.floor(max_batches + ROUNDING), 1.0)
-    if not setup.any():
-        if problem.objective is Objective.FLOW_SHOP:
-            return deadline - later * work
+    if not problem.has_setup:
         cap = floor * (deadline / (floor + later))
     else:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -40,7 +39,7 @@ def capacities(problem: ShopProblem, deadline: float | np.ndarray, max_batches: 
         more = np.minimum(few + 1, floor)
         cap = np.maximum(few * (deadline / (few + later) - setup), more * (deadline / (more + later) - setup))
         if problem.objective is Objective.FLOW_SHOP:
-            beyond = deadline - (np.ceil(max_batches - ROUNDING) + later) * setup - later * work
+            beyond = deadline - (np.ceil(max_batches - ROUNDING) + later) * setup - problem.later_work
             cap = np.fmax(cap, beyond)
     return cap
 
@@ -52,18 +51,21 @@ def shares(problem: ShopProblem, deadline: float | np.ndarray) -> tuple[np.ndarr
     """
     max_batches = most_batches(problem, deadline)
     open_ = max_batches >= 1 - ROUNDING
-    work = np.where(open_, problem.work, 0.0)
-    with np.errstate(invalid="ignore"):
-        cap = np.where(open_, capacities(problem, deadline, max_batches), 1.0)
-    kinds = [work / cap]
-    if problem.setup.any():
-        forced = problem.setup * (problem.taken / problem.capacity)
-        kinds.append(np.where(open_, (work + forced) / (deadline - problem.later * (work + problem.setup)), 0.0))
+    all_open = bool(open_.all())
+
+    def where_open(values: np.ndarray, otherwise: float) -> np.ndarray:
+        return values if all_open else np.where(open_, values, otherwise)
+
+    work = where_open(problem.work, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        kinds = [work / where_open(capacities(problem, deadline, max_batches), 1.0)]
+        if problem.has_setup:
+            kinds.append(where_open((work + problem.forced) / (deadline - problem.later_alone), 0.0))
     if problem.objective is Objective.MAX_TIMES_COUNT:
-        batches = np.floor(np.where(open_, max_batches, 1.0) + ROUNDING)
-        kinds.append(np.where(open_, problem.taken / (np.maximum(batches, 1.0) * problem.capacity), 0.0))
-    if (problem.setup * (problem.later == 0)).any():
-        kinds.append(np.where(open_, np.where(problem.later == 0, whole_batches(problem, deadline), kinds[1]), 0.0))
+        batches = np.floor(where_open(max_batches, 1.0) + ROUNDING)
+        kinds.append(where_open(problem.taken / (np.maximum(batches, 1.0) * problem.capacity), 0.0))
+    if problem.has_whole_setups:
+        kinds.append(where_open(np.where(problem.later == 0, whole_batches(problem, deadline), kinds[1]), 0.0))
     return np.stack(kinds, axis=1), open_
 
 
