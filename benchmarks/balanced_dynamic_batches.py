@@ -120,13 +120,17 @@ def limits_of(problem: PlanningProblem, candidate: Candidate) -> list[int]:
 
 
 def tuned(
-    problem: PlanningProblem, candidates: Sequence[Candidate], batches: Sequence[PricedBatch]
+    problem: PlanningProblem,
+    candidates: Sequence[Candidate],
+    batches: Sequence[PricedBatch],
+    *,
+    run_by: type[DynamicBatches] = DynamicBatches,
 ) -> DynamicBatches | None:
     """The fixed configuration and the limit that are fastest on typical batches; None: none holds them."""
     best, best_s = None, np.inf
     for candidate in candidates:
         for limit in limits_of(problem, candidate):
-            policy, total_s = DynamicBatches(problem=problem, candidate=candidate, limit=limit), 0.0
+            policy, total_s = run_by(problem=problem, candidate=candidate, limit=limit), 0.0
             for batch in batches:
                 total_s += policy.step_s(batch)
                 if total_s >= best_s:

@@ -16,7 +16,8 @@ from time import process_time
 
 import numpy as np
 import rollout_runs
-from balanced_dynamic_batches import recomputing, tuned
+from balanced_dynamic_batches import DynamicBatches, recomputing, tuned
+from fsdp_lock_step import LockStepBatches, checkpointing, fsdp_search_space, with_sharded_state
 from method_ranks import Ranks
 from pages import Section, at_least, at_most, rewrite, say, write
 
@@ -26,6 +27,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
+from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
 from lengthwise.session.planning_args import find_cluster
@@ -43,15 +45,17 @@ FIRST = (
     f"{rollout_runs.SHORTEST} to {rollout_runs.CAP:,} tokens, a Llama of six layers in float32 on two ranks of this "
     "machine. *verl*: its balancer, written from its description (balanced_dynamic_batches.py): the largest "
     "differencing method over ranks, then micro-batches balanced under a limit of tokens; every layer recomputed, as "
-    "its examples are configured. *verl, tuned*: the same with any fixed degree, method, stages and recomputation. "
-    "Each side's fixed configuration and limit are the fastest for typical batches. *static*: a fixed configuration, "
-    "packs filled by first fit. *padded*: a fixed number of sequences padded, as TRL's trainers do. verl and TRL "
+    "it is configured unless told otherwise. *verl, tuned*: the same with any fixed degree, method, stages and "
+    "recomputation. *verl, FSDP* and *verl, FSDP, tuned*: the same as FSDP runs them, ranks waiting for one another in "
+    "every micro-batch (fsdp_lock_step.py, with the commits of verl that were read). Each side's fixed configuration "
+    "and limit are the fastest for typical batches. *static*: a fixed configuration, packs filled by first fit. "
+    "*padded*: a fixed number of sequences padded, as TRL's trainers do. verl and TRL "
     "themselves have not been run."
 )
 SCARCE = "the longest needs two devices"
 REPEATS = 9
 """Plans of the same step, the least seconds of which count."""
-SIDES = ("auto", "verl", "verl, tuned", "static", "padded")
+SIDES = ("auto", "verl, FSDP", "verl, FSDP, tuned", "verl", "verl, tuned", "static", "padded")
 MEASURED_SIDES = ("auto", "verl 1", "verl 2", "verl, tuned 1", "verl, tuned 2", "static", "padded")
 """verl's with the sequence parallel size, so that what is tuned is what is measured."""
 
@@ -80,13 +84,24 @@ PARTS: dict[str, Callable[[int], list[Section]]] = {
 """The sections of the page, by the number of steps."""
 
 
-def problem_of(model: str, num_sequences: int, methods: tuple[Method, ...] | None = None) -> PlanningProblem:
-    """The planning problem of steps of so many rollouts; methods None: those of `lengthwise.plan`."""
+def problem_of(
+    model: str, num_sequences: int, methods: tuple[Method, ...] | None = None, *, is_fsdp: bool = False
+) -> PlanningProblem:
+    """The planning problem of steps of so many rollouts.
+
+    Args:
+        model: a preset.
+        num_sequences: rollouts of a step.
+        methods: None for those of `lengthwise.plan`.
+        is_fsdp: what verl runs under FSDP: Ulysses alone, all of the model's state sharded over all ranks.
+    """
     cluster, spec, rng = find_cluster(CLUSTER), model_preset(model), np.random.default_rng(1)
+    search_space = SearchSpace(head_layers=spec.head_layers, methods=methods)
+    if is_fsdp:
+        cluster, search_space = with_sharded_state(cluster, spec, dtype="bfloat16"), fsdp_search_space(spec)
     return make_problem(
         AnalyticCost(model=spec, cluster=cluster, dtype="bfloat16"), cluster=cluster, num_layers=spec.num_layers,
-        max_length=CAP, search_space=SearchSpace(head_layers=spec.head_layers, methods=methods),
-        samples=[drawn(rng, num_sequences) for _ in range(8)],
+        max_length=CAP, search_space=search_space, samples=[drawn(rng, num_sequences) for _ in range(8)],
     )  # fmt: skip
 
 
@@ -108,9 +123,9 @@ def simulated(steps: int) -> Section:
     rows, over = [], {side: list[float]() for side in SIDES}
     for model in MODELS:
         for prompts, group in ROLLOUTS:
-            problem, rng = problem_of(model, prompts * group), np.random.default_rng(0)
-            batches = priced(problem, [drawn(rng, prompts * group) for _ in range(steps)])
-            times_s, gap = side_times_s(problem, batches)
+            problem, fsdp = (problem_of(model, prompts * group, is_fsdp=is_fsdp) for is_fsdp in (False, True))
+            rng = np.random.default_rng(0)
+            times_s, gap = side_times_s(problem, fsdp, [drawn(rng, prompts * group) for _ in range(steps)])
             rows.append((model, prompts, group, f"{times_s['auto']:.2f} s", f"{gap * 100:.1f} %"))
             for side in SIDES[1:]:
                 over[side].append(times_s[side] / times_s["auto"])
@@ -119,11 +134,17 @@ def simulated(steps: int) -> Section:
     return Section(
         title="Simulated on 64 H100",
         text="Seconds of a step of `auto`, its gap to a bound that no plan of the search space beats, and how many "
-        f"times as long the others take; means over {steps} steps. No side's ranks wait for one another before the "
-        "update (under FSDP verl's do, at every micro-batch), and gathering weights costs nothing.",
+        f"times as long the others take; means over {steps} steps. *verl, FSDP*: ranks wait for the slowest in every "
+        "micro-batch; layers are sharded by Ulysses alone, and memory holds 1/64 of weights, gradients and optimizer "
+        "beside two whole layers. *verl*: no rank waits before the update, any method and stages. Gathering weights "
+        "costs nothing on either.",
         head=("model", "prompts", "rollouts each", "auto", "gap", *SIDES[1:]),
         rows=rows,
         goals=(
+            *(
+                at_least(f"`auto` over verl under FSDP{of} (simulated)", means[f"verl, FSDP{short}"], 1.3, "x")
+                for short, of in (("", ", recomputing"), (", tuned", ", tuned"))
+            ),
             at_least("`auto` over verl's balancer, recomputing (simulated)", means["verl"], 1.3, "x"),
             at_least("`auto` over verl's balancer, tuned (simulated)", means["verl, tuned"], 1.3, "x"),
         ),
@@ -133,13 +154,22 @@ def simulated(steps: int) -> Section:
     )
 
 
-def side_times_s(problem: PlanningProblem, batches: Sequence[PricedBatch]) -> tuple[dict[str, float], float]:
-    """Mean seconds of a step of each side, and the mean gap of `auto`."""
-    typical, times_s = priced(problem, problem.samples[:2]), dict[str, float]()
-    for side, candidates in (("verl", recomputing(problem.candidates)), ("verl, tuned", problem.candidates)):
-        policy = tuned(problem, candidates, typical)
+def side_times_s(
+    problem: PlanningProblem, fsdp: PlanningProblem, samples: Sequence[np.ndarray]
+) -> tuple[dict[str, float], float]:
+    """Mean seconds of a step of each side, and the mean gap of `auto`; ``fsdp``: what verl runs under FSDP."""
+    times_s: dict[str, float] = {}
+    sides: tuple[tuple[str, PlanningProblem, Sequence[Candidate], type[DynamicBatches]], ...] = (
+        ("verl, FSDP", fsdp, checkpointing(fsdp.candidates), LockStepBatches),
+        ("verl, FSDP, tuned", fsdp, fsdp.candidates, LockStepBatches),
+        ("verl", problem, recomputing(problem.candidates), DynamicBatches),
+        ("verl, tuned", problem, problem.candidates, DynamicBatches),
+    )
+    for side, of_side, candidates, run_by in sides:
+        policy = tuned(of_side, candidates, priced(of_side, of_side.samples[:2]), run_by=run_by)
         assert policy is not None, "some configuration holds the longest sequence"
-        times_s[side] = fmean(policy.step_s(batch) for batch in batches)
+        times_s[side] = fmean(policy.step_s(batch) for batch in priced(of_side, samples))
+    batches = priced(problem, samples)
     gap = 0.0
     for side in ("auto", "static", "padded"):
         planner = Planner(policy=side, problem=problem)
