@@ -7,7 +7,7 @@ the parallel configuration and recomputation, is fixed for a run.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -125,6 +125,7 @@ def tuned(
     batches: Sequence[PricedBatch],
     *,
     run_by: type[DynamicBatches] = DynamicBatches,
+    limits_of: Callable[[PlanningProblem, Candidate], Sequence[int]] = limits_of,
 ) -> DynamicBatches | None:
     """The fixed configuration and the limit that are fastest on typical batches; None: none holds them."""
     best, best_s = None, np.inf

@@ -24,11 +24,15 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, largest_unit
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import phase_times_s, step_times_s
-from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace
 
 UNITS_AT_ONCE = 2
 """Layers whose weights and gradients are whole at one time: the one computed, and the one gathered ahead."""
+
+
+DEFAULT_TOKENS = 16_384
+"""Of `ppo_max_token_len_per_gpu` (trainer/config/actor/actor.yaml, commit 018f23b5): the limit of a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +69,9 @@ def fsdp_search_space(model: ModelSpec) -> SearchSpace:
 def checkpointing(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that recompute every layer whole, as transformers' gradient checkpointing does, and no other."""
     return [candidate for candidate in recomputing(candidates) if candidate.scheme.is_plain]
+
+
+def default_limit(problem: PlanningProblem, candidate: Candidate) -> list[int]:
+    """The default limit over the GPUs that share a micro-batch; none where the longest sequence exceeds it."""
+    limit = DEFAULT_TOKENS * candidate.scheme.degree
+    return [limit] if problem.max_length <= limit <= candidate.max_tokens else []
