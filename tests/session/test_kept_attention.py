@@ -172,3 +172,28 @@ def test_plans_keep_attention_where_that_pays(memory_mib, pays, chosen):
     run.close()
     assert len(losses) == 2 and {count for count in kept.values() if count} == chosen
     assert not chosen or kept[LONGEST] == 3
+
+
+class GivenCost:
+    """A cost model of one's own, of which nothing is known but what it answers."""
+
+    def __init__(self, cost):
+        self._cost = cost
+
+    def __getattr__(self, name):
+        return getattr(self._cost, name)
+
+
+@pytest.mark.parametrize("recompute", ["auto", "selective"])
+def test_plans_by_a_given_cost_keep_attention_where_the_model_may(recompute):
+    as_started_by_torchrun()
+    rows = [np.arange(length) % models.VOCAB for length in (LONGEST, 40, 30, 200)]
+    run = lw.prepare(
+        models.GPT(max_length=LONGEST).double(), rows, cost=GivenCost(selective_cost(7, pays=True)), offload="none",
+        check=False, steps=2, sequences_per_step=2, seed=3, recompute=recompute,
+    )  # fmt: skip
+    candidates = run.planner.problem.candidates
+    losses = step_through(run)[0]
+    run.close()
+    assert len(losses) == 2
+    assert any(candidate.scheme.keep_attention for candidate in candidates) == (recompute == "selective")

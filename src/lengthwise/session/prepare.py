@@ -354,7 +354,9 @@ def _planner(
     )
 
     def plan_as_cut(options: PrepareOptions, cost: CostModel) -> Planner:
-        return plan_with(options, cost, max_stages=1 if prepared.stage_problem else max_stages)
+        keeps_attention = prepared.wrapped_model.layers.may_keep_attention
+        stages = 1 if prepared.stage_problem else max_stages
+        return plan_with(options, cost, max_stages=stages, keeps_attention=keeps_attention)
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))

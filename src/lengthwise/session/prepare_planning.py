@@ -142,10 +142,12 @@ def make_planner(
     objective: str,
     max_stages: int | None = 1,
     head_layers: float = 0.0,
+    keeps_attention: bool = False,
 ) -> Planner:
     """The planner of the policy: up to ``max_stages``, sequences shared by up to ``max_degree`` ranks.
 
-    ``head_layers``: layers that cost as much as the head.
+    ``head_layers``: layers that cost as much as the head. ``keeps_attention``: whether the model was compared with
+    recomputed layers that keep what attention gave, so that plans may have them.
 
     Raises:
         InfeasibleError: the model's state or the longest sequence fits under no scheme.
@@ -162,6 +164,7 @@ def make_planner(
         offload=OffloadMode(options.offload),
         shard_gradients=GradientSharding(options.shard_gradients),
         planned_tile=getattr(getattr(cost, "base", cost), "tile_tokens", 0),
+        has_selective=keeps_attention,
         has_head_groups=False,
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
