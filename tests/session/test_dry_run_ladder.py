@@ -48,11 +48,8 @@ SETTINGS = {
     "grouped queries, ulysses_z": (GROUPED, Method.ULYSSES_Z),
     "llama, megatron_ts": (LLAMA, Method.MEGATRON_TS),
 }
-OFF = {
-    "gpt, one device": {"selective, tiles"},  # 3.4 % below
-    "grouped queries, ulysses_z": {rung for rung in RUNGS if "tiles" in rung},  # up to 4.4 % above
-}
-"""Rungs whose closed forms are further off, and are not compared: ``benchmarks/dryrun.md`` says how far."""
+TOKENS_OF = {"grouped queries, ulysses_z": 2 * TOKENS}
+"""Where weights are gathered, sums over two tiles of a rank are not all in float32 when tiles are fullest."""
 FEW = {"recompute, offload, tiles", "selective", "groups, recompute, offload, tiles"}
 """Rungs that are counted in every run of the tests; all others in deep ones."""
 
@@ -72,7 +69,13 @@ def ratios_of(setting, rungs):
     schemes = [scheme_of(method, rung) for rung in rungs]
     cluster, config = cluster_preset(f"1x{schemes[0].degree}xH100-80GB"), load(None, ["train.dtype=bfloat16"])
     runs = [
-        PlanToRun(plan=plan_of((scheme, [[TOKENS]])), model=model, cluster=cluster, config=config, ranks=(0,))
+        PlanToRun(
+            plan=plan_of((scheme, [[TOKENS_OF.get(setting, TOKENS)]])),
+            model=model,
+            cluster=cluster,
+            config=config,
+            ranks=(0,),
+        )
         for scheme in schemes
     ]
     rows = [document["ranks"][0] for document in dry_run_plans(runs)]

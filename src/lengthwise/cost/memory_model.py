@@ -83,6 +83,15 @@ def largest_unit(model: ModelSpec) -> int:
     return max(layer, model.hidden_size * model.vocab_size + model.output_whole_params)
 
 
+def larger_unit_gradients(model: ModelSpec) -> int:
+    """Parameters by which gradients on their way to the host's memory are more in the head's backward than in a layer's
+    attention, where one device alone has them.
+    """
+    layer = model.layer_matmul_params + model.idle_ffn_params + model.layer_whole_params
+    matrix = model.hidden_size * model.ffn_columns
+    return largest_unit(model) - layer + 2 * (largest_matrix(model) - matrix)
+
+
 def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:
     """Bytes per token that one layer leaves for its backward, in numbers of ``width`` bytes.
 

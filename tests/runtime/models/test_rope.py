@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.attention_view import in_order
-from lengthwise.runtime.models.rope import inverse_frequencies, rotary_tables, split_and_rotate
+from lengthwise.runtime.models.rope import inverse_frequencies, rotary_tables, split, split_and_rotate
 from tests.runtime.models.cases import assert_same, pack_of, tiny
 
 LLAMA3 = (
@@ -89,3 +89,17 @@ def test_split_and_rotate_is_the_plain_formula_with_its_gradients(group_size):
         assert ours.is_contiguous()
     assert_same(torch.autograd.grad(actual, qkv, grads)[0], torch.autograd.grad(expected, qkv, grads)[0])
     assert torch.autograd.gradcheck(lambda x: split_and_rotate(x, *tables), qkv)
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_heads_without_rotation_have_the_gradients_of_slices(group_size):
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(5, 2, group_size + 2, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    slices = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+    weights = [torch.randn(part.shape, dtype=torch.float64, generator=generator) for part in slices]
+    gradients = []
+    for parts in (slices, split(qkv)):
+        for part, expected in zip(parts, slices):
+            assert torch.equal(part, expected)
+        gradients += torch.autograd.grad(sum((part**2 * w).sum() for part, w in zip(parts, weights)), qkv)
+    assert torch.equal(*gradients)

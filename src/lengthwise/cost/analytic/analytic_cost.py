@@ -22,12 +22,14 @@ from lengthwise.cost.analytic.stage_memory import (
     num_messages,
     pull_moment,
     reduce_moments,
+    tied_gradient_bytes,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
 from lengthwise.cost.gradient_reduction import whole_units
 from lengthwise.cost.memory_model import (
     DTYPE_BYTES,
     gradient_bytes,
+    larger_unit_gradients,
     loss_bytes_per_token,
     state_parts,
 )
@@ -129,26 +131,30 @@ class AnalyticCost(SeparableCost):
         stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
         return tuple(line for stage in stages for line in stage.lines)
 
+    @property
+    def _gradient_bytes(self) -> int:
+        return gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
+
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
-        Where backwards are split, each keeps S: what gradients of weights wait for, inputs of products and gradients of
-        their outputs, are as many numbers as the layer had saved.
+        Where backwards are split, each keeps S: gradients of weights need as many numbers as the layer had saved.
 
-        Model state; whole gradients of two units where ranks keep shares; the largest layer's gathered weights; per
-        token of the pack what the layers keep on the device, what one layer's backward takes, the whole of one
-        recomputed layer, and what comes back from the host for two; on the last stage the loss.
+        Model state; whole gradients of two units where ranks keep shares; gathered weights of the largest layer; the
+        gradient of a tied head; per token of the pack what layers keep on the device, what one layer's backward takes,
+        the whole of one recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
-        widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        widths, gradient = (DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])), self._gradient_bytes
         degree, in_flight = scheme.degree, scheme.num_stages - (0 if scheme.zero_bubble else stage)
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
         freed = 0.0 if scheme.zero_bubble else layers[-1].on_device  # gradients of weights wait for it
         lines_of = partial(
-            backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens
-        )
-        gradient = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
-        buffers = max(layer.volume.buffer_bytes for layer in layers)
+            backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
+            gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
+        )  # fmt: skip
+        tied = tied_gradient_bytes(self.model, scheme, width=widths[0])
+        buffers = tied + max(layer.volume.buffer_bytes for layer in layers)
         num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)

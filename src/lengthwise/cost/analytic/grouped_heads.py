@@ -38,6 +38,9 @@ class GroupedHeads:
     """The share of its heads that a device attends with at once."""
     sum_bytes: float
     """Per token of the pack: keys, values and float32 sums of gradients beside a group's backward."""
+    key_gradient_bytes: float
+    """Per token of the pack: the gradients of keys and values that the kernel gives, a copy for each query head where
+    several in a group read one."""
 
 
 def grouped_heads(volume: LayerVolume, model: ModelSpec, *, degree: int, dtype: str, groups: int) -> GroupedHeads:
@@ -45,8 +48,8 @@ def grouped_heads(volume: LayerVolume, model: ModelSpec, *, degree: int, dtype: 
     width, size = DTYPE_BYTES[dtype], model.head_size
     master = max(4, width)
     heads = split_heads(model.num_heads, model.num_kv_heads, degree=degree)
-    queries_at_once = -(-heads.num_heads // groups) / heads.num_heads
-    keys_at_once = -(-heads.num_kv_heads // groups) / heads.num_kv_heads
+    num_queries, num_keys = -(-heads.num_heads // groups), -(-heads.num_kv_heads // groups)
+    queries_at_once, keys_at_once = num_queries / heads.num_heads, num_keys / heads.num_kv_heads
     copies = 2 * heads.num_kv_copies * size / degree
     queries, keys = model.num_heads * size / degree, 2 * heads.num_kv_heads * size
     again = 2.0 * model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * size / degree
@@ -65,5 +68,9 @@ def grouped_heads(volume: LayerVolume, model: ModelSpec, *, degree: int, dtype: 
         kept_bytes=volume.kept_bytes - (heads.num_heads * size + keys + head_outputs) * width,
         live_bytes=(degree > 1) * (queries * queries_at_once + copies * keys_at_once) * width,
     )
-    sums = model.hidden_size * master / degree + keys * keys_at_once * (2 * width + master)
-    return GroupedHeads(volume=in_groups, heads_at_once=queries_at_once, sum_bytes=sums)
+    return GroupedHeads(
+        volume=in_groups,
+        heads_at_once=queries_at_once,
+        sum_bytes=model.hidden_size * master / degree + keys * keys_at_once * (width + master),
+        key_gradient_bytes=2 * (num_keys + (num_queries > num_keys) * num_queries) * size * width,
+    )

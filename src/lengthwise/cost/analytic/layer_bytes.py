@@ -53,6 +53,8 @@ class LayerBytes:
     """The share of its heads that a device attends with at once."""
     group_bytes: float = 0.0
     """Bytes beside a group of heads in its backward."""
+    key_gradient_bytes: float = 0.0
+    """Bytes of the gradients of a group's keys and values."""
 
     @property
     def reduce_bytes(self) -> float:
@@ -118,7 +120,10 @@ def _layer_bytes(
     groups: dict[str, Any] = {}
     if has_groups(scheme, method):
         grouped = grouped_heads(volume, model, degree=scheme.degree, dtype=dtype, groups=scheme.head_groups)
-        volume, groups = grouped.volume, {"heads_at_once": grouped.heads_at_once, "group_bytes": grouped.sum_bytes}
+        volume, groups = grouped.volume, {
+            "heads_at_once": grouped.heads_at_once, "group_bytes": grouped.sum_bytes,
+            "key_gradient_bytes": grouped.key_gradient_bytes,
+        }  # fmt: skip
     needed = volume.kept_bytes
     if is_tiled:
         needed -= tiled_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])

@@ -114,13 +114,14 @@ def backward_lines(
     degree: int,
     widths: tuple[int, int],
     tile_tokens: int,
+    gone: float = 0.0,
     is_last: bool = False,
 ) -> list[Line]:
     """What the backwards of ``layers`` take beyond what is on the device between the passes, at each of its moments.
 
     A feed-forward in tiles takes the gradients of its output and its input, and of one tile what it saved and the
-    gradients of that; none of it is there when attention's backward runs. ``is_last``: nothing comes from the host any
-    more but what the layer in its backward itself had there.
+    gradients of that; none of it is there when attention's backward runs, nor are ``gone`` bytes of the head's
+    gradients. ``is_last``: nothing comes from the host any more but what the layer in its backward itself had there.
     """
     moving = {layer: layer.on_host for layer in layers} if is_last else moving_bytes(layers)
     plain = [
@@ -138,9 +139,10 @@ def backward_lines(
             is_there = layer.is_recomputed * tokens  # the input, which is also what its norm needs
             freed = 0.0 if layer.is_recomputed else tokens  # of the half; the output's gradient, which recompute holds
             attention = _attention_bytes(layer, model, degree=degree, widths=widths)
+            fewer = layer.volume.attention_buffer_bytes - layer.volume.buffer_bytes if layer.is_recomputed else 0.0
             lines += [
                 Line(layer.summed, again - is_there + outside, tile, tile_tokens * degree),
-                Line(0.0, again - is_there - freed + attention),
+                Line(min(0.0, fewer) - gone, again - is_there - freed + attention),
             ]
     return lines
 
@@ -163,8 +165,10 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     copies = 2 * queries * width if keys < queries else 0
     if layer.group_bytes:
-        # Queries, outputs and their gradients: what the kernel adds up beside them, or both sides of the exchange.
-        at_once = layer.heads_at_once * max(queries * (4 * width + 4) + copies, 8 * queries * width) / degree
+        # Queries, outputs and their gradients: what the kernel gives and adds up beside them, or both sides of the
+        # exchange.
+        per_rank = layer.heads_at_once * queries / degree
+        at_once = max(per_rank * (4 * width + 4) + layer.key_gradient_bytes, per_rank * 8 * width)
         return model.hidden_size * width / degree + at_once + layer.group_bytes
     has_exchange = layer.method in (Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS)
     if layer.volume.live_bytes and not has_exchange:
@@ -187,6 +191,14 @@ def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
     if scheme.weights is WeightPlacement.SHARDED:
         return 0
     return in_flight * (stage < scheme.num_stages - 1) + 2 * (stage > 0)
+
+
+def tied_gradient_bytes(model: ModelSpec, scheme: PipelineConfig, *, width: int) -> float:
+    """Bytes of the head's gradient during the backwards of layers, where it waits for that of the same embedding."""
+    if not model.tied_embeddings or scheme.num_stages > 1:
+        return 0.0
+    shards = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
+    return model.vocab_size * model.hidden_size * width / shards
 
 
 def pull_moment(volume: LayerVolume, model: ModelSpec, num_held: int, *, degree: int, width: int) -> MemoryMoment:

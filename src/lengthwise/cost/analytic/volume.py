@@ -50,6 +50,8 @@ class LayerVolume:
     """Per token: communication buffers, alive for one layer at a time."""
     buffer_bytes: float = 0.0
     """Weights that visit or are gathered, and their gradients so far, beside one layer's tokens."""
+    attention_buffer_bytes: float = 0.0
+    """Gathered weights, and a gradient, in the backward of attention if the layer before begins with a forward."""
     reduce_bytes: float = 0.0
     """The same while the gradients of a gathered feed-forward are sent, when its tokens are freed."""
 
@@ -312,6 +314,7 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
                 volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, **case.ring_calls(4))
             ),
             buffer_bytes=case.calls(1) * (larger * (1 + 1 / case.ffn_copies) + smaller) * case.width,
+            attention_buffer_bytes=case.calls(1) * 2.5 * case.attention_numbers * case.width,
             reduce_bytes=case.calls(1) * (larger * (case.width + case.master) + smaller * case.width),
         )
 

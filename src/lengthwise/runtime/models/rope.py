@@ -59,10 +59,31 @@ def rotary_tables(
 
 def split(qkv_TKGH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, K G, H]``, keys and values ``[T, K, H]`` without rotation; see :func:`split_and_rotate`."""
+    if torch.compiler.is_compiling():
+        return _parts(qkv_TKGH)
+    out: tuple[Tensor, Tensor, Tensor] = _Split.apply(qkv_TKGH)
+    return out
+
+
+def _parts(qkv_TKGH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_TKGH, k_TKH, v_TKH = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
     if q_TKGH.shape[2] == 1:
         return q_TKGH.squeeze(2), k_TKH, v_TKH
     return q_TKGH.flatten(1, 2), k_TKH.contiguous(), v_TKH.contiguous()  # copies, or the projection would stay too
+
+
+class _Split(torch.autograd.Function):
+    """Slices whose backward writes their gradients side by side, where torch adds up three as large as the whole."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, qkv_TKGH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _parts(qkv_TKGH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dq_TNH: Tensor, dk_TKH: Tensor, dv_TKH: Tensor) -> Tensor:
+        dq_TKGH = dq_TNH.unflatten(1, (dk_TKH.shape[1], -1))
+        return torch.cat([dq_TKGH, dk_TKH.unsqueeze(2), dv_TKH.unsqueeze(2)], dim=2)
 
 
 def split_and_rotate(qkv_TKGH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

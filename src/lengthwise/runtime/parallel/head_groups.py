@@ -36,6 +36,8 @@ from lengthwise.runtime.parallel.head_exchange import UlyssesShards
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_backward, ring_forward
 from lengthwise.runtime.parallel.weights import OperatorWeights
 
+PROJECTED_AT_ONCE = 16_384
+"""Tokens whose gradients are projected back together, so that there is never another of all tokens."""
 Run = tuple[int, int]
 """The first of neighbouring heads, and one past the last."""
 
@@ -343,7 +345,9 @@ def _project_back(  # type: ignore[no-untyped-def]
     num_keys = (dheads.shape[1] - group.num_queries) // 2
     grouped.rotate(dheads, group.num_queries + num_keys, backward=True)
     flat, rows = dheads.flatten(1), group.leaves
-    dx_tD += flat @ projection.qkv[rows].flatten(0, 1)
+    weight = projection.qkv[rows].flatten(0, 1)
+    for dx_rD, flat_r in zip(dx_tD.split(PROJECTED_AT_ONCE), flat.split(PROJECTED_AT_ONCE)):
+        dx_rD += flat_r @ weight
     gradients.qkv.index_add_(0, rows, (flat.T @ x_tD).unflatten(0, dheads.shape[1:]))
     if gradients.bias is not None:
         gradients.bias.index_add_(0, rows, flat.sum(0).unflatten(0, dheads.shape[1:]))
