@@ -43,6 +43,13 @@ class Line(NamedTuple):
         num_bytes = self.fixed + self.per_token * tokens
         return num_bytes + self.chunk * np.minimum(tokens, self.chunk_tokens) if self.chunk else num_bytes
 
+    def most_tokens(self, limit_bytes: float) -> float:
+        """About the most tokens within a limit; 0 if none are."""
+        beyond = limit_bytes - self.fixed - self.chunk * self.chunk_tokens
+        if beyond >= self.per_token * self.chunk_tokens:
+            return beyond / self.per_token if self.per_token else np.inf
+        return max(0.0, (limit_bytes - self.fixed) / (self.per_token + self.chunk or 1.0))
+
 
 class SchemeCache(Generic[Made]):
     """A cache of what ``make`` returns for a scheme.
@@ -81,28 +88,37 @@ class PiecewiseLinearMemory:
 
     def __call__(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device on a cluster of ``num_devices``; the shape of ``tokens``."""
+        return np.maximum.reduce([line.at(tokens) for line in self._of(scheme, num_devices)])
+
+    def most_tokens(self, limit_bytes: float, scheme: PipelineConfig, *, num_devices: int) -> float:
+        """About the most tokens of a micro-batch whose bytes are within a limit; 0 if none are."""
+        return min(line.most_tokens(limit_bytes) for line in self._of(scheme, num_devices))
+
+    def _of(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         if num_devices not in self._lines:
             self._lines[num_devices] = SchemeCache(partial(self._make, num_devices=num_devices))
-        lines = self._lines[num_devices](scheme)
-        return np.maximum.reduce([line.at(tokens) for line in lines])
+        return self._lines[num_devices](scheme)
 
 
 MAX_BYTES = 2.0**62
 """More bytes than any device has, and fewer than overflow an integer."""
 
 
-def most_tokens(needed: Callable[[np.ndarray], np.ndarray], limit_bytes: float) -> int:
+def most_tokens(needed: Callable[[np.ndarray], np.ndarray], limit_bytes: float, *, about: float | None = None) -> int:
     """Most tokens whose ``needed`` bytes, never fewer for more tokens, are within a limit; 0 if none are.
 
-    A token needs at least a byte.
+    A token needs at least a byte. ``about``: how many there may be, which are tried first.
     """
     fits, too_many = 0, int(limit_bytes) + 1
+    between = np.arange(-1, 3) + int(min(about or 0.0, limit_bytes))
+    between = between[(between > fits) & (between < too_many)]
     while too_many - fits > 1:
-        between = fits + (too_many - fits) * np.arange(1, PROBES) // PROBES
-        between = np.unique(between[between > fits])
+        if not len(between):
+            between = np.unique(fits + (too_many - fits) * np.arange(1, PROBES) // PROBES)
+            between = between[between > fits]
         number = int(np.searchsorted(needed(between), limit_bytes, side="right"))
         limits = [fits, *between.tolist(), too_many]
-        fits, too_many = limits[number], limits[number + 1]
+        fits, too_many, between = limits[number], limits[number + 1], between[:0]
     return fits
 
 
@@ -228,9 +244,14 @@ class SeparableCost(ABC):
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device and its share of the host; 0 if not even the state does."""
         on_device = most_tokens(
-            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes
-        )
+            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes,
+            about=self._about_tokens(scheme, num_devices),
+        )  # fmt: skip
         return min(on_device, self.max_host_tokens(scheme, num_devices=num_devices))
+
+    def _about_tokens(self, scheme: PipelineConfig, num_devices: int) -> float | None:
+        """About the most tokens of a micro-batch that fits a device, if that is known without a search."""
+        return None
 
     def max_host_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch of which the host holds what is put there; no limit where nothing is."""

@@ -16,6 +16,7 @@ from lengthwise.runtime.comm import activation_offload
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.models.execution import ActivationPlan
 from lengthwise.runtime.models.kept_attention import is_attention
+from lengthwise.runtime.parallel import head_groups
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from tests.runtime.models.cases import assert_same
@@ -267,6 +268,15 @@ def test_the_second_forward_of_a_recomputed_layer_leaves_its_tiled_half_out():
 
 
 # ---- groups of heads
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 6, 7, 8, 50])
+def test_gradients_are_cast_in_their_own_memory(monkeypatch, num_tokens):
+    monkeypatch.setattr(head_groups, "AT_ONCE", 7)
+    x = torch.randn(num_tokens, 12, generator=torch.Generator().manual_seed(0))
+    expected, place = x.bfloat16(), x.data_ptr()
+    narrowed = head_groups._narrowed(x, torch.bfloat16)
+    assert torch.equal(narrowed, expected) and narrowed.data_ptr() == place
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])

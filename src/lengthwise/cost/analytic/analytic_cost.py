@@ -123,6 +123,9 @@ class AnalyticCost(SeparableCost):
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         return self._memory(tokens, scheme, num_devices=num_devices)
 
+    def _about_tokens(self, scheme: PipelineConfig, num_devices: int) -> float:
+        return self._memory.most_tokens(self.memory_limit_bytes, scheme, num_devices=num_devices)
+
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         return self._host_state_bytes(num_devices), self._host_tokens(scheme)
 

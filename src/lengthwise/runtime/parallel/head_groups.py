@@ -36,8 +36,8 @@ from lengthwise.runtime.parallel.head_exchange import UlyssesShards
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_backward, ring_forward
 from lengthwise.runtime.parallel.weights import OperatorWeights
 
-PROJECTED_AT_ONCE = 16_384
-"""Tokens whose gradients are projected back together, so that there is never another of all tokens."""
+AT_ONCE = 16_384
+"""Tokens whose gradients are projected back or cast together, so that there is never another of all tokens."""
 Run = tuple[int, int]
 """The first of neighbouring heads, and one past the last."""
 
@@ -243,7 +243,7 @@ class _Grouped(torch.autograd.Function):
         named = {"qkv": gradients.qkv.flatten(0, 1), "proj": gradients.proj.flatten(0, 1)}
         if gradients.bias is not None:
             named["qkv_bias"] = gradients.bias.flatten()
-        return dx_tD.to(x_tD.dtype), None, None, None, None, *ctx.layer_weights.take_gradients(named)
+        return _narrowed(dx_tD, x_tD.dtype), None, None, None, None, *ctx.layer_weights.take_gradients(named)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -346,8 +346,18 @@ def _project_back(  # type: ignore[no-untyped-def]
     grouped.rotate(dheads, group.num_queries + num_keys, backward=True)
     flat, rows = dheads.flatten(1), group.leaves
     weight = projection.qkv[rows].flatten(0, 1)
-    for dx_rD, flat_r in zip(dx_tD.split(PROJECTED_AT_ONCE), flat.split(PROJECTED_AT_ONCE)):
+    for dx_rD, flat_r in zip(dx_tD.split(AT_ONCE), flat.split(AT_ONCE)):
         dx_rD += flat_r @ weight
     gradients.qkv.index_add_(0, rows, (flat.T @ x_tD).unflatten(0, dheads.shape[1:]))
     if gradients.bias is not None:
         gradients.bias.index_add_(0, rows, flat.sum(0).unflatten(0, dheads.shape[1:]))
+
+
+def _narrowed(x_tD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a dtype that is no wider, in the memory of ``x``, which is used no more."""
+    if x_tD.dtype == dtype:
+        return x_tD
+    narrow_tD = x_tD.flatten().view(dtype)[: x_tD.numel()].view(x_tD.shape)
+    for narrow_rD, x_rD in zip(narrow_tD.split(AT_ONCE), x_tD.split(AT_ONCE)):
+        narrow_rD.copy_(x_rD.to(dtype))  # written over rows that are cast already, or are being cast
+    return narrow_tD
