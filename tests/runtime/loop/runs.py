@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
-from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.comm.group import Group
@@ -59,6 +59,8 @@ class Packs:
     """Whether the ranks of a stage keep shares of gradients, if there are several."""
     keeps_attention: bool = False
     """Whether layers that recompute keep what attention gave."""
+    head_groups: int = 1
+    """Groups of heads that attention computes in turn, where the method can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,7 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
         shards_gradients = group.shards_gradients and degree > 1
         scheme = replace(
             scheme, stage_layers=group.stage_layers or scheme.stage_layers, shard_gradients=shards_gradients,
-            keep_attention=group.keeps_attention,
+            keep_attention=group.keeps_attention, head_groups=group.head_groups if method in HEAD_GROUP_METHODS else 1,
         )  # fmt: skip
         pipelines.append(
             Pipeline(ranks=group.ranks, phase=group.phase, scheme=scheme, micro_batches=tuple(planned))

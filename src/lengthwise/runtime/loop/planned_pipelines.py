@@ -48,6 +48,7 @@ def make_shard(
         tile_tokens=scheme.tile_tokens or planned.tile_tokens,
         keep_attention=scheme.keep_attention,
         methods=scheme.methods,
+        head_groups=scheme.head_groups,
         is_causal=collator.objective == NEXT_TOKEN,
     )
 
@@ -135,12 +136,6 @@ def _check_activations(pipeline: Pipeline, where: str, has_tiles: bool, keeps_at
             f"{where} computes feed-forwards in tiles of {tile:,} tokens, and no module of "
             "this model was compared in tiles; give feed_forward_tile= to prepare(...), which plans then override, "
             "or plan without tiles"
-        )
-    groups = max((pipeline.scheme_of(m).head_groups for m in pipeline.micro_batches), default=1)
-    if groups > 1:
-        raise InputError(
-            f"{where} attends in {groups} groups of heads, which this library's own models "
-            "alone do; plan with head_groups=1"
         )
     if not keeps_attention and any(pipeline.scheme_of(m).keep_attention for m in pipeline.micro_batches):
         raise InputError(

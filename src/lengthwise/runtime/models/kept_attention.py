@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 KERNELS = frozenset({
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_attention_math", "torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
+    "aten::_scaled_dot_product_attention_math", "torch_attn::_varlen_attn", "aten::_flash_attention_forward",
+    "flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward",
 })  # fmt: skip
 """Kernels of attention, the dearest thing to compute again in a long sequence and one of the smallest to keep."""
 

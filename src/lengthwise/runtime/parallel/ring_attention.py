@@ -186,12 +186,14 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        dsinks = None
-        if sinks is not None:
-            # A sink's value is zero, so its logit has the gradient -weight (dout . out).
-            weights_tN = (sinks.to(lse.dtype) - lse).exp()
-            dsinks = -(weights_tN * (dout.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        dsinks = None if sinks is None else sink_gradients(dout, out, lse, sinks)
         return *ring_backward(dout, q, k, v, out, lse, ctx.ring), dsinks, None, None, None
+
+
+def sink_gradients(dout_tNH: Tensor, out_tNH: Tensor, lse_tN: Tensor, sinks_N: Tensor) -> Tensor:
+    """Gradients of sinks: the value of one is zero, so its logit has the gradient -weight (dout . out)."""
+    weights_tN = (sinks_N.to(lse_tN.dtype) - lse_tN).exp()
+    return -(weights_tN * (dout_tNH.to(lse_tN.dtype) * out_tNH).sum(-1)).sum(0).to(sinks_N.dtype)
 
 
 def ring_forward(

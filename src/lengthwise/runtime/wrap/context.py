@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method
 from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.models.attention_view import in_order
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
+from lengthwise.runtime.parallel.group_exchange import HeadGroups
 from lengthwise.runtime.parallel.ring_attention import Ring
 from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
@@ -102,6 +103,8 @@ class PackShard:
     """Whether recomputed layers keep what attention gave, where the model was not prepared so anyway."""
     methods: tuple[Method, ...] = ()
     """The parallel method of each layer; none: Ulysses in all of them."""
+    head_groups: int = 1
+    """Groups of heads that attention computes one after the other, where heads are split or on one rank."""
     is_causal: bool = False
     """Whether the model predicts next tokens, so that a ring's ranks have equal work on zigzag shards alone."""
     counts: CallCounts = field(default_factory=CallCounts)
@@ -172,11 +175,24 @@ class PackShard:
         self, *, num_heads: int, num_kv_heads: int, layer: int | None, causal: bool = False
     ) -> AttentionSharing:
         """How the ranks share an attention of so many heads in ``layer``; outside of layers, as in the first."""
+        return self._stage(causal).sharing(self._method(layer), num_heads, num_kv_heads)
+
+    def in_head_groups(
+        self, *, num_heads: int, num_kv_heads: int, layer: int | None, causal: bool = False
+    ) -> HeadGroups | None:
+        """The groups of heads in which attention in ``layer`` is computed; None: all heads are at once."""
+        if self.head_groups == 1 or self._method(layer) not in HEAD_GROUP_METHODS:
+            return None
+        return self._stage(causal).in_head_groups(self.head_groups, num_heads, num_kv_heads)
+
+    def _stage(self, causal: bool) -> StageView:
         if causal not in self._stages:
             self._stages[causal] = replace(self.stage, view=replace(self.stage.view, causal=causal))
+        return self._stages[causal]
+
+    def _method(self, layer: int | None) -> Method:
         # Teachers may have more layers than the model that plans are for.
-        method = self.methods[min(layer or 0, len(self.methods) - 1)] if self.methods else Method.ULYSSES
-        return self._stages[causal].sharing(method, num_heads, num_kv_heads)
+        return self.methods[min(layer or 0, len(self.methods) - 1)] if self.methods else Method.ULYSSES
 
     @cached_property
     def ring_alone(self) -> Ring:

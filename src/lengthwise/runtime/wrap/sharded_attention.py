@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend, attend_varlen, takes_windows
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
+from lengthwise.runtime.parallel.group_attention import attend_in_groups
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
 from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
 from lengthwise.runtime.wrap.context import PackShard
@@ -99,18 +100,26 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
         )
     )
     kind = replace(kind, window=_narrower(kind, shard.longest))
-    if shard.group.size == 1:
-        out_tNH = _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
-    else:
-        sharing = shard.sharing(
-            num_heads=q_tNH.shape[1], num_kv_heads=k_tKH.shape[1], layer=shard.layer, causal=kind.causal
-        )
-        core = partial(_attend_whole, kind=kind, shard=shard)
-        if sharing.ring is not None:
-            core = partial(_attend_in_ring, kind=kind, shard=shard, ring=sharing.ring)
-        out_tNH = sharing.attend(q_tNH, k_tKH, v_tKH, core=core)
+    out_tNH = _attend(q_tNH, k_tKH, v_tKH, kind, shard)
     shard.note_attention(out_tNH)
     return out_tNH[..., :value_size]
+
+
+def _attend(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionRequest, shard: PackShard) -> Tensor:
+    """Attend by the method of the layer, with all heads at once or in groups of them."""
+    call: dict[str, Any] = {
+        "num_heads": q_tNH.shape[1], "num_kv_heads": k_tKH.shape[1], "layer": shard.layer, "causal": kind.causal
+    }  # fmt: skip
+    if (grouped := shard.in_head_groups(**call)) is not None:
+        ring_of = partial(_ring_of, grouped.ring, kind=kind, shard=shard)
+        return attend_in_groups(q_tNH, k_tKH, v_tKH, grouped, ring_of=ring_of, sinks_N=kind.sinks)
+    if shard.group.size == 1:
+        return _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
+    sharing = shard.sharing(**call)
+    core = partial(_attend_whole, kind=kind, shard=shard)
+    if sharing.ring is not None:
+        core = partial(_attend_in_ring, kind=kind, shard=shard, ring=sharing.ring)
+    return sharing.attend(q_tNH, k_tKH, v_tKH, core=core)
 
 
 def _attend_whole(
@@ -145,11 +154,16 @@ def _attend_in_ring(
 ) -> Tensor:
     """Attend from the tokens of this rank and its neighbours, while keys and values go round a ring."""
     heads = range(first_head, first_head + q_TnH.shape[1])
-    if kind.window is not None or not replace(kind, sinks=None).is_plain:
-        tasks = (_tasks(ring, source, heads, kind, shard) for source in range(ring.group.size))
-        ring = replace(ring, tasks=tuple(map(tuple, tasks)), packed_tasks={})
     sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
-    return ring_attention(q_TnH, k_TkH, v_TkH, ring, sinks_N=sinks)
+    return ring_attention(q_TnH, k_TkH, v_TkH, _ring_of(ring, heads, kind=kind, shard=shard), sinks_N=sinks)
+
+
+def _ring_of(ring: Ring, heads: range, *, kind: AttentionRequest, shard: PackShard) -> Ring:
+    """The ring with tasks of these heads, where what a query sees is more than causal or open."""
+    if kind.window is None and replace(kind, sinks=None).is_plain:
+        return ring
+    tasks = (_tasks(ring, source, heads, kind, shard) for source in range(ring.group.size))
+    return replace(ring, tasks=tuple(map(tuple, tasks)), packed_tasks={})
 
 
 def _tasks(ring: Ring, source: int, heads: range, kind: AttentionRequest, shard: PackShard) -> Iterator[Task]:

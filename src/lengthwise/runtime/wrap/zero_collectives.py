@@ -47,6 +47,9 @@ def _exchanges(shard: PackShard, call: AttentionExchange | SlotGather | Summed, 
         send, receive = gather_sizes(shard.stage.shards.sizes, group.rank, call.width)
         gather = Exchange(group=group, send=send, receive=receive, dtype=dtype)
         return [gather if is_forward else gather.reversed]
+    grouped = shard.in_head_groups(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=call.layer)
+    if grouped is not None:
+        return grouped.exchanges(call.head_size, dtype, backward=not is_forward)
     sharing = shard.sharing(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=call.layer)
     return sharing.exchanges(call.num_heads, call.num_kv_heads, call.head_size, dtype, backward=not is_forward)
 
