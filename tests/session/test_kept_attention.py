@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lengthwise as lw
 from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import LayerVariant
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, cluster_preset
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
@@ -94,7 +95,8 @@ def test_a_profile_of_layers_that_keep_attention_counts_what_it_gave():
     run = lw.prepare(models.gpt(), models.rows(), cost=SimpleCost(capacity=100), check=False, **OPTIONS)
     effort = ProfilingEffort(repeats=1, budget_s=0.0)
     plain, kept = (
-        measure(run, longest=64, effort=effort, update_s=0.0, keep_attention=keeps).rows for keeps in (False, True)
+        measure(run, longest=64, effort=effort, update_s=0.0, variant=LayerVariant(keep_attention=keeps)).rows
+        for keeps in (False, True)
     )
     run.close()
     for whole, selective in zip(plain, kept, strict=True):

@@ -21,6 +21,21 @@ _KIND = "layers"
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """How layers of a row computed, where it was not as the model was prepared."""
+
+    tile_tokens: int = 0
+    """Slots that feed-forward modules computed at a time; 0: as many as the model was prepared with."""
+    keep_attention: bool = False
+    """Whether the layer was recomputed but for attention: t_b has its second forward, and m is what attention gave."""
+    head_groups: int = 1
+    """Groups of heads that attention computed one after the other; 1: all at once."""
+
+
+AS_PREPARED = LayerVariant()
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerRow:
     """One pack on ``degree`` ranks. Seconds are medians over repeats and ranks, bytes those of the fullest rank."""
 
@@ -55,9 +70,16 @@ class LayerRow:
     embedding_backward_bytes: int = 0
     """And in that of what comes before the layers, when these keep nothing any more."""
     tile_tokens: int = 0
-    """Slots that feed-forward modules computed at a time; 0: as many as the model was prepared with."""
+    """As :class:`LayerVariant` has it, like those that follow."""
     keep_attention: bool = False
-    """Whether the layer was recomputed but for attention: t_b has its second forward, and m is what attention gave."""
+    head_groups: int = 1
+
+    @cached_property
+    def variant(self) -> LayerVariant:
+        """How the layers computed."""
+        return LayerVariant(
+            tile_tokens=self.tile_tokens, keep_attention=self.keep_attention, head_groups=self.head_groups
+        )
 
     @cached_property
     def num_tokens(self) -> int:
@@ -157,19 +179,25 @@ class LayerTable:
         """Whether layers that keep what attention gave were measured too."""
         return any(row.keep_attention for row in self.rows)
 
+    @cached_property
+    def variants(self) -> tuple[LayerVariant, ...]:
+        """How layers computed that were measured."""
+        return tuple(dict.fromkeys(row.variant for row in self.rows))
+
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """The numbers of groups of heads that were measured at ``degree``, two at least."""
+        return tuple(sorted({row.head_groups for row in self.rows if row.degree == degree} - {1}))
+
     def of_degree(
-        self, degree: int, method: str = "dense", *, tile_tokens: int = 0, keep_attention: bool = False
+        self, degree: int, method: str = "dense", *, variant: LayerVariant = AS_PREPARED
     ) -> tuple[LayerRow, ...]:
-        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``, in such tiles; or those of
-        layers that keep what attention gave.
+        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``, of layers that computed as
+        ``variant`` says.
         """
         return tuple(
             row
             for row in self.rows
-            if row.degree == degree
-            and method in (row.method, "dense")
-            and row.tile_tokens == tile_tokens
-            and row.keep_attention == keep_attention
+            if row.degree == degree and method in (row.method, "dense") and row.variant == variant
         )
 
     @property

@@ -61,6 +61,11 @@ class CorrectedCost:
         factor = self.time_factors.get(scheme.degree, 1.0)
         return per_token_s * factor, per_call_s * factor
 
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """Into how many groups plans may cut the heads of each of ``degree`` ranks, as the base says."""
+        counts: tuple[int, ...] = self.base.head_groups(degree) if hasattr(self.base, "head_groups") else ()
+        return counts
+
     def update_s(self, strategy: Strategy) -> float:
         """Seconds of a step outside its micro-batches, as the base says."""
         return self.base.update_s(strategy)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import LayerRow, LayerTable
+from lengthwise.core.layer_profile import AS_PREPARED, LayerRow, LayerTable, LayerVariant
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
@@ -78,11 +78,10 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
     rows = (*other_rows, *fresh.rows)
-    of_degree = [(degree, method) for method in methods]
-    if table.tile_tokens:
-        rows += measured_rows(run, table, of_degree, tile_tokens=table.tile_tokens)
-    if table.keeps_attention:
-        rows += measured_rows(run, table, of_degree, keep_attention=True)
+    for variant in table.variants:
+        of_degree = [(degree, method) for method in methods if table.of_degree(degree, method, variant=variant)]
+        if variant != AS_PREPARED and of_degree:
+            rows += measured_rows(run, table, of_degree, variant)
     return cost.with_table(replace(table, rows=rows))
 
 
@@ -90,12 +89,10 @@ def measured_rows(
     prepared: PreparedModel,
     table: LayerTable,
     shared: Sequence[tuple[int, Method]],
-    *,
-    tile_tokens: int = 0,
-    keep_attention: bool = False,
+    variant: LayerVariant,
 ) -> tuple[LayerRow, ...]:
-    """Rows of the same model in tiles of so many slots, or with layers that are recomputed but for their attention;
-    none if not even the shortest pack that can show it fits.
+    """Rows of the same model whose layers compute as ``variant`` says; none if not even the shortest pack that can show
+    it fits.
     """
     methods = tuple(dict.fromkeys(method for _, method in shared if method is not Method.DENSE)) or (Method.ULYSSES,)
     try:
@@ -105,11 +102,10 @@ def measured_rows(
             degrees=sorted({degree for degree, _ in shared}),
             methods=methods,
             update_s=table.update_s,
-            tile_tokens=tile_tokens,
-            keep_attention=keep_attention,
+            variant=variant,
         )
     except InputError as error:
-        _log.debug("plans have no %s: %s", "tiles" if tile_tokens else "layers that keep attention", error)
+        _log.debug("plans have no layers as %s: %s", variant, error)
         return ()
     return measured.rows
 

@@ -12,7 +12,7 @@ import numpy as np
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.layer_profile import LayerRow
+from lengthwise.core.layer_profile import LayerRow, LayerVariant
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.memory_ladder import PAYS, TILE_TOKENS
@@ -70,7 +70,7 @@ def _with_kept_attention(
     prepared.wrapped_model.layers.may_keep_attention = True
     if cost.table.keeps_attention:  # measured in an earlier run
         return cost
-    rows = measured_rows(prepared, cost.table, list(cost.fits), keep_attention=True)
+    rows = measured_rows(prepared, cost.table, list(cost.fits), LayerVariant(keep_attention=True))
     if all(row.kept_bytes <= 1 for row in rows):
         _log.debug("plans keep no attention: layers launch no kernel of attention that is known")
         return cost
@@ -118,7 +118,7 @@ def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLaye
         check_exact(prepared, degrees=degrees, methods=options.sharing_methods, recompute=recompute)
     if cost.tile_tokens:  # measured in an earlier run
         return cost
-    rows = measured_rows(prepared, cost.table, list(cost.fits), tile_tokens=tile_tokens)
+    rows = measured_rows(prepared, cost.table, list(cost.fits), LayerVariant(tile_tokens=tile_tokens))
     return _with_rows(prepared, options, cost, rows)
 
 

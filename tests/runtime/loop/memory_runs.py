@@ -1,6 +1,7 @@
 """A small model that runs out of memory where it is told to, and steps of it on every rank."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -112,12 +113,15 @@ class Stream:
         self.step = state["step"]
 
 
-def plan_on(num_ranks: int, degree: int, recomputed: int, shared: Method = Method.ULYSSES, stages: int = 1):  # type: ignore[no-untyped-def]
+def plan_on(  # type: ignore[no-untyped-def]
+    num_ranks: int, degree: int, recomputed: int, shared: Method = Method.ULYSSES, stages: int = 1, head_groups: int = 1
+):
     """A planner whose pipelines have ``degree`` ranks a stage and two micro-batches each."""
 
     def plan(batch: GlobalBatch) -> StepPlan:
         method = shared if degree > 1 else Method.DENSE
         scheme = uniform_scheme(LAYERS, degree=degree, stages=stages, method=method, recomputed=recomputed)
+        scheme = replace(scheme, head_groups=head_groups)
         size = degree * stages
         number = num_ranks // size
         packs: list[list[PlannedMicroBatch]] = [[] for _ in range(number)]
@@ -172,6 +176,7 @@ def train(
     *,
     by_layer: bool = False,
     stages: int = 1,
+    head_groups: int = 1,
 ) -> tuple[list[float], list[str], Tensor]:
     """Two steps in which ranks run out of memory at some places in the first attempt of the first step.
 
@@ -183,7 +188,8 @@ def train(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = run_of(
-        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, method, stages),
+        WrappedModel(model), world, stream=Stream(),
+        planner=plan_on(world.size, degree, recomputed, method, stages, head_groups),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,

@@ -219,6 +219,7 @@ def prepared(
         by_layer=by_layer,
     )  # fmt: skip
     run.check_stages = partial(check_stages, run)
+    run.wrapped_model.layers.may_keep_attention |= any(group.keeps_attention for group in groups)
     if COMPARES:
         methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))
         check_exact(run, methods=methods, longest=max(source_of(case).lengths) // run.collator.slot_tokens)

@@ -18,6 +18,7 @@ from lengthwise.runtime.parallel.attention_blocks import Task
 from lengthwise.runtime.wrap import sharded_attention
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
+from lengthwise.runtime.wrap.zero_collectives import exchanges_of
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.memory_runs import train
 from tests.runtime.loop.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
@@ -36,6 +37,8 @@ MASKED = MASKED | {
     )
 }
 METHODS = tuple(method for method in ANY_MODEL_METHODS if method is not Method.DENSE)
+AT_ONCE = tuple((method, 1) for method in METHODS)
+"""Methods, and in how many groups of heads attention is computed."""
 
 
 def strided(number, heads, queries, keys):
@@ -110,7 +113,7 @@ def attended_by_path(tree, tensors, kind):
     return found
 
 
-def check_draws(seeds, has_trees=False, **changes):
+def check_draws(seeds, has_trees=False, ways=AT_ONCE, **changes):
     group = whole_group()
     for seed in seeds:
         rng = random.Random(seed)
@@ -124,31 +127,26 @@ def check_draws(seeds, has_trees=False, **changes):
             dist.broadcast(x, src=0)
         expected = attended_by_path(tree, tensors, kind) if tree else attended(lengths, tensors, kind, Group(rank=0))[0]
         sharded_attention.QUERY_CHUNK = rng.choice((3, 512))
-        for method in METHODS:
+        for method, head_groups in ways:
             group.sent.clear()
             recompute = rng.random() < 0.5
             found, places, shard, issued = attended(
                 lengths, tensors, kind, group, recompute=recompute, methods=(method,), tree=tree,
-                is_causal=rng.random() < 0.5,
+                is_causal=rng.random() < 0.5, head_groups=head_groups,
             )  # fmt: skip
             if kind.sinks is not None:
                 dist.all_reduce(found[4])
             for name, got, whole in zip(("output", "queries", "keys", "values", "sinks"), found, expected):
                 own = whole if name == "sinks" else whole[places]
                 error = float((got - own).norm()) / max(float(whole.norm()), 1e-3)
-                assert error <= EXACT, f"seed {seed}, {method}, {name}: {error:.1e}"
+                assert error <= EXACT, f"seed {seed}, {method} in {head_groups}, {name}: {error:.1e}"
             check_script(shard, issued, recompute)
     sharded_attention.QUERY_CHUNK = 512
 
 
 def check_script(shard, issued, recompute):
     """A rank that stands in for itself issues as many exchanges as the attention did."""
-    call = shard.attended[0]
-    sharing = shard.sharing(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=None)
-    forward, backward = (
-        len(sharing.exchanges(call.num_heads, call.num_kv_heads, call.head_size, call.dtype, backward=backward))
-        for backward in (False, True)
-    )
+    forward, backward = (len(exchanges_of(shard, shard.attended[0], is_forward)) for is_forward in (True, False))
     assert issued == (forward, backward + recompute * forward)
 
 
@@ -175,11 +173,11 @@ def test_attention_along_many_more_prefix_trees_is_that_of_each_path(ranks, num_
         ranks(num_ranks).run(check_draws, seeds, has_trees=True, causal=True, dropout=0.0, mask=None)
 
 
-def check_kernels(seeds):
+def check_kernels(seeds, ways=AT_ONCE):
     """Causal and open attention, windows and sinks, and prefix trees, for which there are kernels of blocks."""
     with flash_on_cpu() as calls:
-        check_draws(seeds, dropout=0.0, softcap=None, mask=None)
-        check_draws(seeds, has_trees=True, causal=True, dropout=0.0, softcap=None, mask=None)
+        check_draws(seeds, ways=ways, dropout=0.0, softcap=None, mask=None)
+        check_draws(seeds, has_trees=True, ways=ways, causal=True, dropout=0.0, softcap=None, mask=None)
         check_window_after_plain()
     assert calls["forward"] and calls["backward"]
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostError, LinkSpeeds
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import LayerTable
+from lengthwise.core.layer_profile import AS_PREPARED, LayerTable, LayerVariant
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.gradient_reduction import ReductionTime
@@ -99,9 +99,9 @@ class DualLayerCost(SeparableCost):
             narrow_gradients=narrow_gradients,
         )  # fmt: skip
         self.table, self.gather, self.unit_params = table, gather, unit_params
-        self.fits = _fits(table, 0)
-        self._tiled_fits = _fits(table, self.tile_tokens) if self.tile_tokens else {}
-        self._selective_fits = _fits(table, 0, keep_attention=True)
+        self._variants = {variant: _fits(table, variant) for variant in table.variants}
+        self.fits = self._variants[AS_PREPARED]
+        self._selective_fits = self._variants.get(LayerVariant(keep_attention=True), {})
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
@@ -116,6 +116,10 @@ class DualLayerCost(SeparableCost):
     def tile_tokens(self) -> int:
         """Slots of the tiles of feed-forwards that were measured too; 0: none."""
         return self.table.tile_tokens
+
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """Into how many groups plans may cut the heads of each of ``degree`` ranks: as was measured too."""
+        return self.table.head_groups(degree)
 
     def with_state_on_host(self) -> "DualLayerCost":
         """Return the same costs with master weights and optimizer in host memory, but for the seconds of an update."""
@@ -309,18 +313,17 @@ class DualLayerCost(SeparableCost):
                 heads or kept attention, which were not.
         """
         keeps = "layers that keep attention, neither offloaded nor in tiles" if self._selective_fits else "no others"
-        is_selective_alone = not (scheme.tile_tokens or scheme.num_offloaded) and bool(self._selective_fits)
-        if (
-            scheme.tile_tokens not in (0, self.tile_tokens)
-            or scheme.head_groups > 1
-            or (scheme.keep_attention and not is_selective_alone)
-        ):
+        is_in_turn = scheme.tile_tokens or scheme.head_groups > 1 or scheme.num_offloaded
+        is_selective_alone = not is_in_turn and bool(self._selective_fits)
+        if _variant_of(scheme) not in self._variants or (scheme.keep_attention and not is_selective_alone):
             tiles = f"tiles of {self.tile_tokens:,} tokens" if self.tile_tokens else "no tiles of feed-forwards"
-            others = f"no groups of heads, recompute as the model was prepared, and {keeps}"
+            counts = {f"{variant.head_groups} groups of heads" for variant in self._variants if variant.head_groups > 1}
+            groups = " and ".join(sorted(counts)) or "no groups of heads"
+            others = f"{groups}, recompute as the model was prepared, and {keeps}"
             raise InputError(f"no layer profile for scheme {scheme.name}; there are {tiles}, {others}")
         if scheme.shard_gradients and (self.gather is not None or not self.unit_params):
             raise InputError(f"no costs of scheme {scheme.name}: its gradients are not of layers with whole weights")
-        fits = self._tiled_fits if scheme.tile_tokens else self.fits
+        fits = self._variants[_variant_of(scheme)]
         fits = {key: fits[key] for key in fits if not scheme.keep_attention or key in self._selective_fits}
         is_measured = all((scheme.degree, method) in fits for method in set(scheme.methods))
         if not is_measured or scheme.num_layers != self.table.num_layers:
@@ -337,7 +340,7 @@ class DualLayerCost(SeparableCost):
         offloaded = Counter((scheme.methods[n], scheme.recompute[n]) for n in layers if scheme.is_offloaded(n))
         copied_per_s = host_copy_bytes_per_s(self.cluster) if offloaded else 0.0
         rest = float(stage == scheme.num_stages - 1)
-        fits = self._tiled_fits if scheme.tile_tokens else self.fits
+        fits = self._variants[_variant_of(scheme)]
         return tuple(
             StageLayers(
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
@@ -348,11 +351,14 @@ class DualLayerCost(SeparableCost):
         )  # fmt: skip
 
 
-def _fits(
-    table: LayerTable, tile_tokens: int, *, keep_attention: bool = False
-) -> Mapping[tuple[int, Method], DegreeFit]:
-    """Curves of every degree and method that was measured in such tiles; 0: in none."""
-    rows = {key: table.of_degree(*key, tile_tokens=tile_tokens, keep_attention=keep_attention) for key in table.shared}
+def _variant_of(scheme: PipelineConfig) -> LayerVariant:
+    """How layers of a scheme compute, kept attention left out."""
+    return LayerVariant(tile_tokens=scheme.tile_tokens, head_groups=scheme.head_groups)
+
+
+def _fits(table: LayerTable, variant: LayerVariant) -> Mapping[tuple[int, Method], DegreeFit]:
+    """Curves of every degree and method that was measured with such layers."""
+    rows = {key: table.of_degree(*key, variant=variant) for key in table.shared}
     return {(degree, Method(method)): fit_degree(of) for (degree, method), of in rows.items() if of}
 
 

@@ -60,7 +60,7 @@ class _InGroups(torch.autograd.Function):
             q, present, _ = trade_group(_heads_of(group, q_tNH, k_tKH, v_tKH), grouped, group, present)
             heads = range(*group.mine.queries)
             sinks = None if sinks_N is None else sinks_N[heads.start : heads.stop]
-            out, lse = attend_group(q, present, group, ring_of(heads), sinks)
+            out, lse = attend_group(q, present, group, ring_of(heads) if heads else grouped.ring, sinks)
             out_tNH[:, group.query_heads] = grouped.to_tokens([out], [queries_of], group)
             sums.append(lse)
             present = keys_that_stay(present, group)
@@ -85,7 +85,8 @@ class _InGroups(torch.autograd.Function):
                 own = slice(heads.start, heads.stop)
                 dsinks_N[own] = sink_gradients(others[1], others[0], lse, sinks_N[own])
             del beside, qkv, q, present, others
-            dheads = trade_group_gradients(arrived, lse, stay, ctx.grouped, group, ctx.ring_of(heads))
+            ring = ctx.ring_of(heads) if heads else ctx.grouped.ring
+            dheads = trade_group_gradients(arrived, lse, stay, ctx.grouped, group, ring)
             dq, *dkv = dheads.split([group.num_queries, *[len(group.leaving_heads)] * 2], dim=1)
             dq_tNH[:, group.query_heads] = dq
             for total, dx in zip((dk_tKH, dv_tKH), dkv):

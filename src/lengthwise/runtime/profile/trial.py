@@ -44,6 +44,8 @@ class Trial:
     """Slots of feed-forward modules' tiles; 0: as many as the model was prepared with."""
     keep_attention: bool = False
     """Whether recomputed layers keep what attention gave."""
+    head_groups: int = 1
+    """Groups of heads that attention computes one after the other."""
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -182,7 +184,7 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
         shard = PackShard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
             device=run.world.device, recompute=trial.recompute,
-            tile_tokens=trial.tile_tokens or None, keep_attention=trial.keep_attention,
+            tile_tokens=trial.tile_tokens or None, keep_attention=trial.keep_attention, head_groups=trial.head_groups,
             is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),

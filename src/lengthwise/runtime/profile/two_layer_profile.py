@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
+from lengthwise.core.layer_profile import AS_PREPARED, LayerRow, LayerTable, LayerVariant, LinkRow
 from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
@@ -85,7 +85,7 @@ class _Case:
         beside = max(counted.constant, counted.loss_backward, counted.backward) + counted.alive
         return self.num_layers * (counted.saved + counted.inputs) + beside
 
-    def row(self, degree: int, method: Method, tile_tokens: int, *, keep_attention: bool) -> LayerRow:
+    def row(self, degree: int, method: Method, variant: LayerVariant) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
         low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
         spread = (high - low) / 2
@@ -93,8 +93,8 @@ class _Case:
             lengths=self.lengths, degree=degree, method=str(method),
             forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
-            constant_spread_s=float(spread[2]), repeats=len(self.times), tile_tokens=tile_tokens,
-            keep_attention=keep_attention, **self.counted.fields,
+            constant_spread_s=float(spread[2]), repeats=len(self.times), tile_tokens=variant.tile_tokens,
+            keep_attention=variant.keep_attention, head_groups=variant.head_groups, **self.counted.fields,
         )  # fmt: skip
 
 
@@ -106,8 +106,7 @@ def measure(
     methods: Sequence[Method] = (Method.ULYSSES,),
     effort: ProfilingEffort = ProfilingEffort(),
     update_s: float | None = None,
-    tile_tokens: int = 0,
-    keep_attention: bool = False,
+    variant: LayerVariant = AS_PREPARED,
     on_progress: Progress = lambda done: None,
 ) -> LayerTable:
     """Measure packs of up to ``longest`` tokens at every degree; every rank calls this and gets the same table.
@@ -119,8 +118,7 @@ def measure(
         methods: how they share it.
         effort: limits.
         update_s: seconds of an update where they are known; None: measured, before the first one.
-        tile_tokens: slots of feed-forward modules' tiles; 0: as many as the model was prepared with.
-        keep_attention: measure layers that are recomputed but for what attention gave.
+        variant: how layers compute.
         on_progress: called on every rank.
 
     Raises:
@@ -133,7 +131,7 @@ def measure(
         raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
     measured = _layers_to_measure(wrapped_model)
     layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress, measured)
-    profiler.tile_tokens, profiler.keep_attention = tile_tokens, keep_attention
+    profiler.variant = variant
     before, layers.computed = layers.computed, frozenset(measured.numbers)
     try:
         shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
@@ -211,8 +209,7 @@ class _Profiler:
         self._memory = self._agree(-_free_bytes(run.world), -(effort.memory_bytes or np.inf)).max(axis=0).max() * -1
         self._random = np.random.default_rng(0)
         self.too_large: list[tuple[int, int]] = []
-        self.tile_tokens = 0
-        self.keep_attention = False
+        self.variant = AS_PREPARED
 
     def measure(self, degree: int, method: Method, *, part: tuple[int, int]) -> list[LayerRow]:
         """Measure the rows of one degree and method, the ``part[0]``-th of ``part[1]``."""
@@ -220,7 +217,7 @@ class _Profiler:
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
         slot_tokens = self._run.collator.slot_tokens
         packs = ladder(self._longest, degree=degree, slot_tokens=slot_tokens)
-        packs = [lengths for lengths in packs if sum(lengths) > self.tile_tokens * degree * slot_tokens]
+        packs = [lengths for lengths in packs if sum(lengths) > self.variant.tile_tokens * degree * slot_tokens]
         cases: list[_Case] = []
         for number, lengths in enumerate(packs):
             if self._is_too_much(cases, lengths, until_s):
@@ -240,7 +237,7 @@ class _Profiler:
                 if self._spent_s + cases[number].wall_s <= until_s and not self._time(cases[number]):
                     self._note_too_large(cases[number].lengths)
             self._on_progress((part[0] + 0.5 + 0.5 * repeat / self._effort.repeats) / part[1])
-        return [case.row(degree, method, self.tile_tokens, keep_attention=self.keep_attention) for case in cases]
+        return [case.row(degree, method, self.variant) for case in cases]
 
     def _is_too_much(self, cases: list[_Case], lengths: tuple[int, ...], until_s: float) -> bool:
         """Whether a longer pack is expected to need more memory than there is, or more time than is left."""
@@ -264,10 +261,10 @@ class _Profiler:
         failed, numbers, trial = 0.0, CountedBytes.none(), None
         try:
             if self._group is not None:
+                num_recomputed = self._run.wrapped_model.structure.num_layers * self.variant.keep_attention
                 trial = Trial(
-                    lengths=lengths, group=self._group, method=self._method, tile_tokens=self.tile_tokens,
-                    recompute=(True,) * self._run.wrapped_model.structure.num_layers if self.keep_attention else (),
-                    keep_attention=self.keep_attention,
+                    lengths=lengths, group=self._group, method=self._method, recompute=(True,) * num_recomputed,
+                    **vars(self.variant),
                 )  # fmt: skip
                 numbers, trial = measure_bytes(self._run, trial, self._layers)
         except Exception as error:

@@ -34,7 +34,7 @@ def sum_exchanges(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]
     return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
 
 
-def _exchanges(shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool) -> list[Exchange]:
+def exchanges_of(shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool) -> list[Exchange]:
     """The exchanges of a call's forward or backward, in order, under the method of its layer."""
     group = shard.group
     if isinstance(call, Summed):
@@ -69,7 +69,9 @@ def finish_backward(shard: PackShard) -> None:
     for forward in reversed(shard.passes if shard.group.size > 1 else []):
         events = list(forward.script.backward(shard.is_recomputed))
         _send(shard, forward.script, events, done)
-        num_issued = sum(len(_exchanges(shard, forward.script.calls[call], kind == "forward")) for kind, call in events)
+        num_issued = sum(
+            len(exchanges_of(shard, forward.script.calls[call], kind == "forward")) for kind, call in events
+        )
         done = max(0, done - num_issued)
     shard.is_finished = True
 
@@ -96,7 +98,7 @@ def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num
     if shard.group.size == 1:
         return
     exchanges = (
-        exchange for kind, number in events for exchange in _exchanges(shard, script.calls[number], kind == "forward")
+        exchange for kind, number in events for exchange in exchanges_of(shard, script.calls[number], kind == "forward")
     )
     for exchange in islice(exchanges, num_done, None):
         exchange.issue(shard.device)

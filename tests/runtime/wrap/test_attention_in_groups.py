@@ -1,0 +1,59 @@
+"""Any attention of any model is exact in groups of heads: masks, windows, sinks, soft caps, dropout, trees, and out of
+memory."""
+
+import pytest
+import torch
+
+from lengthwise.core.pipeline_config import Method
+from tests.runtime.loop.memory_runs import train
+from tests.runtime.loop.runs import Packs, assert_exact, step_on_ranks
+from tests.runtime.wrap.test_attention_methods import MASKED, check_draws, check_kernels
+from tests.runtime.wrap.test_oom_recovery import PLACES
+
+IN_GROUPS = tuple((Method.ULYSSES, count) for count in (2, 3, 5, 12))
+ON_ONE = tuple((Method.DENSE, count) for count in (2, 3, 12))
+OF_KERNELS = {"dropout": 0.0, "softcap": None, "mask": None}
+
+
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2, 4, 5))])
+def test_any_attention_is_exact_in_groups_of_heads(ranks, num_ranks):
+    seeds, ways = range(4) if num_ranks == 3 else range(2000, 2060), ON_ONE if num_ranks == 1 else IN_GROUPS
+    ranks(num_ranks).run(check_draws, seeds, ways=ways)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_groups_of_heads_attend_along_prefix_trees_and_by_the_kernels_of_gpus(ranks, num_ranks):
+    ways = ON_ONE if num_ranks == 1 else IN_GROUPS
+    ranks(num_ranks).run(check_draws, range(70, 100), True, ways, causal=True, dropout=0.0, mask=None)
+    ranks(num_ranks).run(check_kernels, range(50, 70), ways)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_sinks_and_soft_caps_of_a_family_are_exact_in_groups_of_heads(ranks, name):
+    packs = {"packs": ((2, 3), (5, 8)), "recompute": (True,), "head_groups": 2}
+    groups = (Packs(ranks=(0, 1, 2), **packs), Packs(ranks=(1, 2), packs=((4, 1), (0,)), phase=1, head_groups=4))
+    groups += (Packs(ranks=(0,), packs=((7,), (9, 6)), phase=1, head_groups=2),)
+    for losses_and_changes in ranks(3).run(step_on_ranks, MASKED[name], groups):
+        assert_exact(MASKED[name], losses_and_changes, name)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "recomputed", "count", "places"),
+    [
+        (2, 2, 2, ("backward of layer 1",)),
+        *(
+            pytest.param(num_ranks, recomputed, count, PLACES, marks=pytest.mark.deep)
+            for num_ranks in (2, 3) for recomputed in (0, 3) for count in (2, 4)
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_out_of_memory_stands_in_for_itself_in_groups_of_heads(ranks, num_ranks, recomputed, count, places):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for place in places:
+        fails = {1: (place,)}
+        for losses, told, weights in ranks(num_ranks).run(train, num_ranks, recomputed, fails, head_groups=count):
+            assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
