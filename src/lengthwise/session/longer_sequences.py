@@ -1,6 +1,7 @@
 """What a prepared run does where its longest sequence does not fit. Without recompute: recomputed layers may keep what
 attention gave. With every layer recomputed: feed-forwards compute tiles, as plans say, and the optimizer's state goes
-to host memory. Nothing of it is looked at where the sequence fits.
+to host memory; where that does not do either, attention computes groups of heads. Nothing of it is looked at where the
+sequence fits.
 """
 
 import logging
@@ -13,6 +14,8 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.layer_profile import LayerRow, LayerVariant
+from lengthwise.core.pipeline_config import Method
+from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.memory_ladder import PAYS, TILE_TOKENS
@@ -22,6 +25,7 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_tiles
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange
 from lengthwise.session.calibration import measured_rows, profile_path
 
 _log = logging.getLogger("lengthwise")
@@ -51,7 +55,8 @@ def with_longest_fitting(
     cost = _with_kept_attention(prepared, options, cost, longest)
     if cost.holds(longest):
         return cost
-    return _with_state_placed(prepared, options, _with_tiles(prepared, options, cost), longest, plan_with)
+    cost = _with_head_groups(prepared, options, _with_tiles(prepared, options, cost), plan_with)
+    return _with_state_placed(prepared, options, cost, longest, plan_with)
 
 
 def _with_kept_attention(
@@ -122,6 +127,51 @@ def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLaye
     return _with_rows(prepared, options, cost, rows)
 
 
+def _with_head_groups(
+    prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost, plan_with: Callable[[CostModel], Planner]
+) -> DualLayerCost:
+    """The costs of attention in groups of heads too, at the highest degree of Ulysses and in tiles if there are any,
+    where the longest sequence fits under no plan without; the model is compared with the stock model so, and measured.
+    """
+    degree = max((degree for degree, method in cost.fits if method is Method.ULYSSES), default=1)
+    count = _num_head_groups(prepared, degree)
+    may_have_groups = count > 1 and not options.compile and prepared.wrapped_model.by_sequence is None
+    on_host = [cost.with_state_on_host()] if _may_move_state(prepared, options, cost) else []
+    if not may_have_groups or any(_is_plannable(plan_with, placed) for placed in (cost, *on_host)):
+        return cost
+    if options.check:
+        recompute = (options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE
+        check_exact(prepared, degrees=[degree], methods=(Method.ULYSSES,), recompute=recompute, head_groups=count)
+    variant = LayerVariant(tile_tokens=cost.tile_tokens, head_groups=count)
+    if variant in cost.table.variants:  # measured in an earlier run
+        return cost
+    rows = measured_rows(prepared, cost.table, [(degree, Method.ULYSSES)], variant)
+    return _with_rows(prepared, options, cost, rows)
+
+
+def _num_head_groups(prepared: PreparedModel, degree: int) -> int:
+    """Into how many groups to cut the heads of each of ``degree`` ranks: by key/value heads, or one by one; 1: none."""
+    calls = [call for call in prepared.wrapped_model.script.calls.values() if isinstance(call, AttentionExchange)]
+    splits = [split_heads(call.num_heads, call.num_kv_heads, degree=degree) for call in calls]
+    counts = [split.num_kv_heads if split.num_kv_heads > 1 else split.num_heads for split in splits]
+    return max(counts, default=1) if degree > 1 else 1
+
+
+def _is_plannable(plan_with: Callable[[CostModel], Planner], cost: CostModel) -> bool:
+    """Whether there are plans for all sequences under ``cost``."""
+    try:
+        plan_with(cost)
+    except InfeasibleError:
+        return False
+    return True
+
+
+def _may_move_state(prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost) -> bool:
+    """Whether the optimizer's state may go to host memory, and is not there yet."""
+    has_host = isinstance(prepared.state, ShardedState) and cost.cluster.device.host_bytes_per_s > 0
+    return options.offload_state == "auto" and not cost.state_on_host and has_host
+
+
 def _with_state_placed(
     prepared: PreparedModel,
     options: PrepareOptions,
@@ -130,15 +180,10 @@ def _with_state_placed(
     plan_with: Callable[[CostModel], Planner],
 ) -> DualLayerCost:
     """The costs, with the state in host memory where the longest sequence fits under no plan otherwise."""
-    has_host = isinstance(prepared.state, ShardedState) and cost.cluster.device.host_bytes_per_s > 0
-    if options.offload_state != "auto" or cost.state_on_host or not has_host:
+    if not _may_move_state(prepared, options, cost) or _is_plannable(plan_with, cost):
         return cost
-    try:
-        plan_with(cost)
-        return cost
-    except InfeasibleError:
-        on_host = cost.with_state_on_host()
-        plan_with(on_host)
+    on_host = cost.with_state_on_host()
+    plan_with(on_host)
     if prepared.world.is_first:
         _log.info(
             "the longest sequence (%s tokens) does not fit beside the optimizer's state, which goes to host memory",

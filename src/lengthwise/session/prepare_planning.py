@@ -14,6 +14,7 @@ from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.forward_cost import ForwardOnlyCost
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.data.max_length import CorpusView
 from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
 from lengthwise.data.sampler import Sampler
@@ -165,7 +166,7 @@ def make_planner(
         shard_gradients=GradientSharding(options.shard_gradients),
         planned_tile=getattr(getattr(cost, "base", cost), "tile_tokens", 0),
         has_selective=keeps_attention,
-        has_head_groups=False,
+        has_head_groups=not options.compile and isinstance(getattr(cost, "base", cost), DualLayerCost),
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
     is_steady = OrderSettings.of(options).is_steady

@@ -36,6 +36,8 @@ class ComputeSetting:
     """Whether what layers save is in host memory until their backward."""
     scalar: float = ALMOST_ONE
     gradients: bool = True
+    head_groups: int = 1
+    """Groups of heads that attention computes one after the other."""
     kinds: bool = False
     """Whether its slots are of all kinds that the corpus has, rather than those of the first sequence."""
 
@@ -47,7 +49,9 @@ class ComputeSetting:
         }[self.recompute]  # fmt: skip
         shared = "" if self.degree == 1 or self.method is Method.ULYSSES else f" by {self.method}"
         offloaded = ", what layers save in host memory" if self.offload else ""
-        return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed{offloaded}"
+        groups = "" if self.head_groups == 1 else f", attention in {self.head_groups} groups of heads"
+        sequences = f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}{groups}"
+        return f"{sequences}, {layers} recomputed{offloaded}"
 
 
 def settings_of(

@@ -8,7 +8,7 @@ where memory allows. What differs is refused with the layer and the operation wh
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ def check_exact(
     methods: Sequence[Method] = (Method.ULYSSES,),
     recompute: Sequence[str] = RECOMPUTE,
     longest: int | None = None,
+    head_groups: int = 1,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Compare loss and gradients of packs with those of the stock model, called on each sequence alone.
@@ -92,6 +93,7 @@ def check_exact(
         recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute; ``selective``: all, but for
             what attention gave.
         longest: slots of the longest sequence of the corpus; None: only short ones are compared.
+        head_groups: groups of heads that attention computes one after the other.
         on_progress: hears of the share of the comparisons that is done.
 
     Raises:
@@ -104,6 +106,7 @@ def check_exact(
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
     settings = settings_of(run, degrees=degrees, methods=methods, recompute=recompute, longest=longest)
+    settings = [replace(setting, head_groups=head_groups) for setting in settings]
     dtypes = dtypes_of(run)
     for dtype in dtypes:
         try:
@@ -177,7 +180,7 @@ def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[Gr
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), method=setting.method,
             keep_attention=setting.recompute == "selective", offload=setting.offload, scalar=setting.scalar,
-            gradients=setting.gradients,
+            head_groups=setting.head_groups, gradients=setting.gradients,
         )  # fmt: skip
     except CheckError:
         if setting.scalar == ALMOST_ONE:

@@ -20,7 +20,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.collator import pad_to_degree
-from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
+from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
@@ -103,16 +103,15 @@ def gradients_in_pack(
     lengths: tuple[int, ...],
     group: Group | None,
     *,
-    recompute: tuple[bool, ...] = (),
     method: Method = Method.ULYSSES,
     offload: bool = False,
-    keep_attention: bool = False,
-    scalar: float = ALMOST_ONE,
     gradients: bool = True,
+    **options: Any,
 ) -> tuple[GradientResult | None, int]:
     """Loss and gradients of one pack that the ranks of ``group`` share, and the number of exchanges of this rank.
 
-    (None, 0) on ranks outside of any group, unless they have a share of the gradients.
+    (None, 0) on ranks outside of any group, unless they have a share of the gradients. ``options``: other fields of the
+    shard.
     """
     is_summed = is_summed_over_ranks(run)
     result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
@@ -120,9 +119,7 @@ def gradients_in_pack(
         if group is not None:
             pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
             methods = (method,) * run.wrapped_model.structure.num_layers
-            shard = shard_for(
-                run, pack, group, recompute=recompute, keep_attention=keep_attention, methods=methods, scalar=scalar
-            )
+            shard = shard_for(run, pack, group, methods=methods, **options)
             if offload and gradients:
                 shard.offload = LayerOffload((True,) * len(methods), run.world.offload.micro_batch())
             with active(shard):
