@@ -7,11 +7,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
-from lengthwise.runtime.loop.planned_pipelines import check_executable
 from tests.plan.costs import SimpleCost
 from tests.runtime.loop.test_families import HEADS
 from tests.runtime.wrap.test_position_ids import built
@@ -20,7 +16,6 @@ from tests.session.loops import step_through, weights_of
 from tests.session.pairs import prepared
 from tests.session.test_prepare import assert_equal_weights
 
-PACK = PlannedMicroBatch(pack=Pack(ids=(0,), lengths=(9,)), time_s=1.0, peak_bytes=1)
 OPTIONS = {"sequences_per_step": 8, "steps": 2}
 
 
@@ -127,16 +122,6 @@ def test_a_plan_says_how_many_tokens_a_tile_has():
 def test_tiles_of_a_plan_need_modules_that_were_compared():
     with pytest.raises(InputError, match="in tiles of 7 tokens, and no module of this model was compared in tiles"):
         planned(7, option=None)
-
-
-def test_groups_of_heads_are_refused():
-    scheme = uniform_scheme(3, degree=1, head_groups=2)
-    pipeline = Pipeline(ranks=(0,), scheme=scheme, micro_batches=(PACK,))
-    plan = StepPlan(
-        step=0, policy="by hand", pipelines=(pipeline,), loss_normaliser=1, update_s=0.0, time_s=1.0, lower_bound_s=1.0
-    )
-    with pytest.raises(InputError, match="attends in 2 groups of heads"):
-        check_executable(plan, 3, 1, stage_problem="")
 
 
 def test_models_of_transformers_are_tiled_where_they_can_be():

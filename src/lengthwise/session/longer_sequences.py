@@ -30,6 +30,8 @@ from lengthwise.session.calibration import measured_rows, profile_path
 
 _log = logging.getLogger("lengthwise")
 
+MOST_HEAD_GROUPS = 16
+"""Groups of heads at most: with as many, what one has is little beside queries, keys and values of all heads."""
 FEWEST_TILES = 16
 """Tiles of the longest sequence on each rank that shares it, at least."""
 
@@ -136,8 +138,11 @@ def _with_head_groups(
     degree = max((degree for degree, method in cost.fits if method is Method.ULYSSES), default=1)
     count = _num_head_groups(prepared, degree)
     may_have_groups = count > 1 and not options.compile and prepared.wrapped_model.by_sequence is None
-    on_host = [cost.with_state_on_host()] if _may_move_state(prepared, options, cost) else []
-    if not may_have_groups or any(_is_plannable(plan_with, placed) for placed in (cost, *on_host)):
+    if not may_have_groups:
+        return cost
+    at_once = cost.with_table(replace(cost.table, rows=tuple(row for row in cost.table.rows if row.head_groups == 1)))
+    on_host = [at_once.with_state_on_host()] if _may_move_state(prepared, options, cost) else []
+    if any(_is_plannable(plan_with, placed) for placed in (at_once, *on_host)):
         return cost
     if options.check:
         recompute = (options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE
@@ -154,7 +159,7 @@ def _num_head_groups(prepared: PreparedModel, degree: int) -> int:
     calls = [call for call in prepared.wrapped_model.script.calls.values() if isinstance(call, AttentionExchange)]
     splits = [split_heads(call.num_heads, call.num_kv_heads, degree=degree) for call in calls]
     counts = [split.num_kv_heads if split.num_kv_heads > 1 else split.num_heads for split in splits]
-    return max(counts, default=1) if degree > 1 else 1
+    return min(MOST_HEAD_GROUPS, max(counts, default=1)) if degree > 1 else 1
 
 
 def _is_plannable(plan_with: Callable[[CostModel], Planner], cost: CostModel) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable
-from lengthwise.core.pipeline_config import Method, PipelineConfig, shared_by, uniform_scheme
+from lengthwise.core.layer_profile import AS_PREPARED, Identity, LayerRow, LayerTable, LayerVariant
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, shared_by, uniform_scheme
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
@@ -50,15 +50,22 @@ class PreparedDryRun:
         }
 
     def profile_request(
-        self, longest: int, schemes: Sequence[tuple[int, Method]], pack: Sequence[int] = ()
+        self,
+        longest: int,
+        schemes: Sequence[tuple[int, Method]],
+        pack: Sequence[int] = (),
+        variants: Sequence[LayerVariant] = (AS_PREPARED,),
     ) -> dict[str, Any]:
         """A request to count layers in sequences of ``longest`` tokens and of a fourth, by (degree, method).
 
-        ``pack``: lengths of sequences that are counted in one pack, as large as any that is planned.
+        ``pack``: lengths of sequences that are counted in one pack, as large as any that is planned. ``variants``: how
+        layers compute, under schemes that can.
         """
         packs = [
-            (degree, str(method), lengths)
+            (degree, str(method), lengths, asdict(variant))
             for degree, method in schemes
+            for variant in variants
+            if variant.head_groups == 1 or method in HEAD_GROUP_METHODS
             for lengths in sorted({(max(degree, longest // 4),), (max(degree, longest),), tuple(pack)} - {()}, key=sum)
         ]
         return self.request(packs=packs, ranks=[0], num_ranks=self.cluster.num_devices)
@@ -128,12 +135,12 @@ class PreparedDryRun:
     def _table(self, profile: dict[str, Any], longest: int) -> LayerTable:
         num_layers = len(profile["unit_params"]) - 2
         rows = []
-        for degree, method, lengths, counted in profile["rows"]:
+        for degree, method, lengths, variant, counted in profile["rows"]:
             layer_s = self._layer_s(lengths, uniform_scheme(num_layers, degree=degree, method=Method(method)))
             row = LayerRow(
                 lengths=tuple(lengths), degree=degree, method=method, forward_s=layer_s / 3,
                 backward_s=2 * layer_s / 3, constant_s=0.0, forward_spread_s=0.0, backward_spread_s=0.0,
-                constant_spread_s=0.0, repeats=1, **counted,
+                constant_spread_s=0.0, repeats=1, **variant, **counted,
             )  # fmt: skip
             rows.append(row)
         identity = Identity(

@@ -14,6 +14,7 @@ from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable, LinkRo
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
+from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.profiled.degree_fit import QuadraticSeconds, fit_degree
 from lengthwise.cost.profiled.dual_layer import MIXED_S, DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
@@ -361,3 +362,21 @@ def test_tiles_cost_what_was_measured_in_them():
             cost.time_s([1024], scheme)
     with pytest.raises(InputError, match="no tiles of feed-forwards"):
         COST.time_s([1024], in_tiles)
+
+
+def test_groups_of_heads_cost_what_was_measured_in_them_and_those_alone_are_offered():
+    rows, grouped = [row(lengths, degree) for degree in (1, 2) for lengths in PACKS], []
+    for measured in rows[len(PACKS) :]:
+        kept_bytes = measured.kept_bytes - 200 * measured.num_tokens
+        grouped.append(replace(measured, head_groups=4, kept_bytes=kept_bytes, backward_s=2 * measured.backward_s))
+    cost = DualLayerCost(table(rows=[*rows, *grouped]), cluster=CLUSTER)
+    plain = scheme_of(2)
+    in_groups = replace(plain, head_groups=4)
+    assert [CorrectedCost(cost).head_groups(degree) for degree in (1, 2)] == [(), (4,)]
+    added_s = cost.time_s([1024], in_groups) - cost.time_s([1024], plain)
+    assert added_s == pytest.approx(LAYERS * row((1024,), 2).backward_s, rel=1e-6)
+    freed = cost.micro_batch_bytes(1024, plain) - cost.micro_batch_bytes(1024, in_groups)
+    assert freed == pytest.approx(LAYERS * 200 * 1024, rel=1e-3)
+    for changes in ({"head_groups": 2}, {"head_groups": 4, "tile_tokens": 16}):
+        with pytest.raises(InputError, match="there are no tiles of feed-forwards, 4 groups of heads"):
+            cost.time_s([1024], replace(plain, **changes))

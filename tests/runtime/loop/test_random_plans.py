@@ -75,6 +75,7 @@ def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, mo
             method=rng.choice(METHODS), stage_layers=random_stages(rng, len(ranks), num_layers, most_stages),
             shards_gradients=shards and not groups[-1][0] and random.Random(str(ranks)).random() < 0.7,
             keeps_attention=random.Random(str(packs)).random() < 0.5,
+            head_groups=random.Random(str((packs, ranks))).choice((1, 1, 2, 3)),
         )
         for phase, ranks, own in groups
     )  # fmt: skip

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import LayerVariant
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.world import DistContext
@@ -29,7 +30,7 @@ from lengthwise.runtime.profile.layer_kinds import measured_layers
 from lengthwise.runtime.profile.layer_memory import measure_bytes
 from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_memory
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.verify.trace import trace_model, trace_tiles
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.position_masks import SymbolicMask
@@ -81,6 +82,8 @@ def dry_prepared_step(
     with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
         source = PlannedTokens(plan, settings.vocab_size)
         prepared, _ = _prepare(settings, world, recorder, optimizer, source=source, state_on_host=state_on_host)
+        if any(p.scheme_of(m).tile_tokens for p in plan.pipelines for m in p.micro_batches):
+            _find_tiles(prepared)
         absent = cast(Any, None)  # batches and plans of a training loop
         run = _RunOfOneRank(
             prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0,
@@ -100,7 +103,7 @@ def dry_prepared_step(
 
 
 def dry_profile(
-    packs: Sequence[tuple[int, Method, tuple[int, ...]]],
+    packs: Sequence[tuple[int, Method, tuple[int, ...], LayerVariant]],
     settings: StockSettings,
     rank: int,
     *,
@@ -110,7 +113,8 @@ def dry_profile(
 ) -> dict[str, Any]:
     """Count on ``rank`` of ``num_ranks`` what layers keep in ``packs``, as a profile of two layers measures it.
 
-    ``packs``: the number of ranks that share each, by which method, and the lengths of its sequences.
+    ``packs``: the number of ranks that share each, by which method, the lengths of its sequences, and how layers
+    compute.
     """
     with fake_rank(rank, num_ranks, ranks_per_node=ranks_per_node) as (world, recorder):
         source = PlannedTokens(None, settings.vocab_size)
@@ -118,15 +122,18 @@ def dry_profile(
         measured, rows = measured_layers(run.wrapped_model.structure.layers), []
         run.wrapped_model.layers.computed = frozenset(measured.numbers)
         gc.disable()  # garbage that is freed within a layer would count as less than it keeps
-        for degree, method, lengths in packs:
+        for degree, method, lengths, variant in packs:
             if by_sequence and degree > 1:
                 continue
             group = group_of_degree(world, degree)
             assert group is not None, "numbers of ranks that share a pack divide those of the run"
             gc.collect()
-            counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method), measured)
+            if variant.tile_tokens and not run.wrapped_model.tiles:
+                _find_tiles(run)
+            trial = Trial(lengths=lengths, group=group, method=method, **vars(variant))
+            counted, _ = measure_bytes(run, trial, measured)
             run.discard()
-            rows.append([degree, method, lengths, counted.fields])
+            rows.append([degree, method, lengths, vars(variant), counted.fields])
         structure, used = run.wrapped_model.structure, run.wrapped_model.used_units
         return {
             "rows": rows,
@@ -137,6 +144,16 @@ def dry_profile(
             "head_units": sorted(used[-1]) if used else [],
             "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),
         }
+
+
+def _find_tiles(run: PreparedModel) -> None:
+    """Find the feed-forward modules that compute tiles.
+
+    Raises:
+        InputError: there are none.
+    """
+    if problem := trace_tiles(run):
+        raise InputError(f"plans have no tiles of {type(run.model).__name__}: {problem}")
 
 
 def _learn_masks(run: Run, plan: StepPlan) -> None:

@@ -79,6 +79,7 @@ def _with_plain_errors(work: Callable[[int], dict[str, Any]], rank: int) -> dict
 def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
     """The function that runs one rank: a step of an own or of a prepared model, or a profile of a prepared one."""
     from lengthwise.config.optimizer_settings import OptimizerSettings
+    from lengthwise.core.layer_profile import LayerVariant
     from lengthwise.core.pass_order import PipelineSchedule
     from lengthwise.core.pipeline_config import Method
     from lengthwise.core.specs import ModelSpec
@@ -93,7 +94,10 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         settings = from_document(prepared_step.StockSettings, request["stock"])
         prepared_step.import_model(settings)  # once, before processes are forked
         if plan is None:
-            packs = [(degree, Method(method), tuple(lengths)) for degree, method, lengths in request["packs"]]
+            packs = [
+                (degree, Method(method), tuple(lengths), LayerVariant(**variant))
+                for degree, method, lengths, variant in request["packs"]
+            ]
             return partial(prepared_step.dry_profile, packs, settings, num_ranks=request["num_ranks"], **shared)
         shared |= {"num_kept": request["num_kept"], "state_on_host": request["state_on_host"]}
         return partial(prepared_step.dry_prepared_step, plan, settings, **shared)
