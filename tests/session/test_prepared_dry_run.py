@@ -7,6 +7,7 @@ import pytest
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
+from lengthwise.core.layer_profile import AS_PREPARED, LayerVariant
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
@@ -59,9 +60,15 @@ def with_shared_gradients(plan):
     return replace(plan, pipelines=tuple(pipelines))
 
 
+def in_groups_of_heads(plan):
+    changes = {"recompute": (True,) * 3, "head_groups": 2}
+    return replace(plan, pipelines=tuple(replace(p, scheme=replace(p.scheme, **changes)) for p in plan.pipelines))
+
+
 PLANS = {"whole": plan_of(1), "by-layer": plan_of(2), "sharded gradients": with_shared_gradients(plan_of(2))}
-"""By what ranks hold of weights and gradients."""
-RANKS = {"whole": [0], "by-layer": [0, 3], "sharded gradients": [0]}
+PLANS["groups of heads"] = in_groups_of_heads(plan_of(2))
+"""By what ranks hold of weights and gradients, and one whose attention computes groups of heads."""
+RANKS = {"whole": [0], "by-layer": [0, 3], "sharded gradients": [0], "groups of heads": [0]}
 
 
 @pytest.fixture(
@@ -78,7 +85,8 @@ def dry_runs(request, tmp_path_factory):
         trial.step_request(plan, RANKS[name], num_kept=0 if name == "by-layer" else None)
         for name, plan in PLANS.items()
     ]
-    (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes), *steps])
+    variants = AS_PREPARED, LayerVariant(head_groups=2)
+    (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes, variants=variants), *steps])
     costs = {
         name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
         for name in PLANS

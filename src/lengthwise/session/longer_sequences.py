@@ -155,11 +155,16 @@ def _with_head_groups(
 
 
 def _num_head_groups(prepared: PreparedModel, degree: int) -> int:
-    """Into how many groups to cut the heads of each of ``degree`` ranks: by key/value heads, or one by one; 1: none."""
+    """Into how many groups to cut the heads of each of ``degree`` ranks: by key/value heads, or one by one; 1: none.
+
+    One rank alone keeps as much in groups as without.
+    """
+    if degree == 1:
+        return 1
     calls = [call for call in prepared.wrapped_model.script.calls.values() if isinstance(call, AttentionExchange)]
     splits = [split_heads(call.num_heads, call.num_kv_heads, degree=degree) for call in calls]
     counts = [split.num_kv_heads if split.num_kv_heads > 1 else split.num_heads for split in splits]
-    return min(MOST_HEAD_GROUPS, max(counts, default=1)) if degree > 1 else 1
+    return min(MOST_HEAD_GROUPS, max(counts, default=1))
 
 
 def _is_plannable(plan_with: Callable[[CostModel], Planner], cost: CostModel) -> bool:

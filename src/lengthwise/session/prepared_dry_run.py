@@ -127,7 +127,7 @@ class PreparedDryRun:
         predicted["peak_bytes"] = dict(zip(("weights", "gradients", "optimizer"), state))
         predicted["peak_total_bytes"] = sum(state) + beside if packs else None
         if self.analytic is not None:
-            work = rank_work(plan, row["rank"], self.analytic)
+            work = rank_work(plan, row["rank"], self.analytic, is_prepared=True)
             predicted["flops"] = {"products": work.matmul_flops, "attention": work.attention_flops}
             predicted["sent_bytes"] = dict(work.sent_bytes)
         return with_totals(row) | {"predicted": predicted}

@@ -1,7 +1,7 @@
 """What one rank computes, sends and holds in a planned step, by the closed forms: the right-hand side of a dry run."""
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -43,14 +43,17 @@ class RankWork:
                     self.sent_bytes[kind.name] += count * num_bytes * per
 
 
-def rank_work(plan: StepPlan, rank: int, cost: AnalyticCost) -> RankWork:
-    """The work of ``rank`` in the step of ``plan``, of which every stage is priced as its busiest rank."""
+def rank_work(plan: StepPlan, rank: int, cost: AnalyticCost, *, is_prepared: bool = False) -> RankWork:
+    """The work of ``rank`` in the step of ``plan``, of which every stage is priced as its busiest rank.
+
+    ``is_prepared``: of a prepared model, whose groups of heads keep queries, keys and values.
+    """
     work = RankWork()
     for pipeline in plan.pipelines:
         if rank in pipeline.ranks:
             stage = next(s for s in range(pipeline.scheme.num_stages) if rank in pipeline.ranks_of(s))
             for micro_batch in pipeline.micro_batches:
-                _add(work, pipeline, micro_batch, stage, cost)
+                _add(work, pipeline, micro_batch, stage, cost, is_prepared)
                 parts = cost.stage_memory(pipeline.scheme_of(micro_batch), stage, num_devices=plan.num_devices).at(
                     micro_batch.pack.num_tokens
                 )
@@ -59,7 +62,14 @@ def rank_work(plan: StepPlan, rank: int, cost: AnalyticCost) -> RankWork:
     return work
 
 
-def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, stage: int, cost: AnalyticCost) -> None:
+def _add(
+    work: RankWork,
+    pipeline: Pipeline,
+    micro_batch: PlannedMicroBatch,
+    stage: int,
+    cost: AnalyticCost,
+    is_prepared: bool,
+) -> None:
     scheme, model = pipeline.scheme_of(micro_batch), cost.model
     if scheme.shard_gradients:
         width = gradient_bytes(cost.dtype, is_narrow=cost.narrow_gradients)
@@ -69,7 +79,10 @@ def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, sta
         volume = layer_volume(model, scheme.methods[layer], degree=scheme.degree, dtype=cost.dtype)
         if has_groups(scheme, scheme.methods[layer]):
             groups = scheme.head_groups
+            products = volume.backward.matmul_flops
             volume = grouped_heads(volume, model, degree=scheme.degree, dtype=cost.dtype, groups=groups).volume
+            if is_prepared:
+                volume = replace(volume, backward=replace(volume.backward, matmul_flops=products))
         work.add(volume.forward, micro_batch, model, count=1)
         if scheme.recompute[layer]:
             is_kept = scheme.keep_attention

@@ -82,8 +82,8 @@ class _InGroups(torch.autograd.Function):
             q, present, others = trade_group(qkv, ctx.grouped, group, stay[0][0], beside)
             heads, arrived = range(*group.mine.queries), [q, present, *others]
             if dsinks_N is not None and heads:
-                own = slice(heads.start, heads.stop)
-                dsinks_N[own] = sink_gradients(others[1], others[0], lse, sinks_N[own])
+                places = slice(heads.start, heads.stop)
+                dsinks_N[places] = sink_gradients(others[1], others[0], lse, sinks_N[places])
             del beside, qkv, q, present, others
             ring = ctx.ring_of(heads) if heads else ctx.grouped.ring
             dheads = trade_group_gradients(arrived, lse, stay, ctx.grouped, group, ring)
