@@ -91,7 +91,8 @@ def dry_runs(request, tmp_path_factory):
         name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
         for name in PLANS
     }
-    return {
+    counted = {"counted layers": profile["rows"]}
+    return counted | {
         name: [trial.beside_prediction(plan, costs[name], row, num_kept=0) for row in rows]
         for (name, plan), rows in zip(PLANS.items(), answers)
     }
@@ -140,6 +141,17 @@ def test_gathered_state_is_a_share_and_two_units(dry_runs):
     for row in dry_runs["by-layer"]:
         state = {kind: row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer")}
         assert sum(state.values()) <= 1.1 * sum(row["predicted"]["peak_bytes"].values()), state
+
+
+def test_groups_of_heads_keep_the_outputs_of_attention_once(dry_runs):
+    """Ulysses keeps them in the split of heads, and what comes after in the split of tokens."""
+    kept_bytes = {
+        (max(lengths), degree, variant["head_groups"]): counted["kept_bytes"]
+        for degree, _, lengths, variant, counted in dry_runs["counted layers"]
+    }
+    of_outputs = 2 * SIZES["hidden_size"] * TOKENS // 2
+    assert kept_bytes[TOKENS, 2, 1] - kept_bytes[TOKENS, 2, 2] == pytest.approx(of_outputs, rel=1e-3)
+    assert kept_bytes[TOKENS, 1, 1] == pytest.approx(kept_bytes[TOKENS, 1, 2], rel=1e-3)
 
 
 @pytest.mark.deep

@@ -102,7 +102,7 @@ def attend_varlen(
             k_TKH, v_TKH = (x.repeat_interleave(group_size, dim=1) for x in (k_TKH, v_TKH))
     from torch.nn.attention.varlen import varlen_attn
 
-    offsets = _device_offsets(cu_seqlens, q_TNH.device)
+    offsets = device_offsets(cu_seqlens, q_TNH.device)
     q_TNH, k_TKH, v_TKH = (x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
     out = varlen_attn(q_TNH, k_TKH, v_TKH, offsets, offsets, longest, longest, **options)
     assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
@@ -126,7 +126,7 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 @lru_cache(maxsize=256)
-def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+def device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     """``cu_seqlens`` as the int32 tensor the kernel reads, copied to the device once for all layers."""
     with torch.inference_mode(False):  # what an evaluation caches, training must be able to keep for its backward
         return to_device(torch.tensor(cu_seqlens, dtype=torch.int32), device)

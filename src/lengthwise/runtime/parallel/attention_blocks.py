@@ -145,6 +145,8 @@ class PackedTask:
     longest: tuple[int, int]
     """Queries and keys of the largest block."""
     causal: bool
+    window: tuple[int, int] | None = None
+    """How many keys before and after its own place a query sees, -1: all; None: no window."""
 
     def is_of_all(self, num_queries: int, num_keys: int) -> bool:
         """Whether it is of so many queries and keys, each where it lies."""
@@ -175,7 +177,7 @@ class PackedTask:
         """Output ``[Q, N, H]`` and log-sum-exps ``[Q, N]``."""
         out, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
             q.contiguous(), k.contiguous(), v.contiguous(), self.query_offsets, self.key_offsets, *self.longest, 0.0,
-            self.causal, False,
+            self.causal, False, **self._sides,
         )  # fmt: skip
         return out, lse_NQ.T
 
@@ -187,9 +189,13 @@ class PackedTask:
         no_dropout, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous(), self.query_offsets, self.key_offsets,
-            *self.longest, 0.0, self.causal, no_dropout, unused,
+            *self.longest, 0.0, self.causal, no_dropout, unused, **self._sides,
         )  # fmt: skip
         return dq, dk, dv
+
+    @property
+    def _sides(self) -> dict[str, int]:
+        return {} if self.window is None else dict(zip(("window_size_left", "window_size_right"), self.window))
 
 
 def packed(tasks: Sequence[Task], device: torch.device) -> tuple[PackedTask, ...]:

@@ -31,8 +31,9 @@ from lengthwise.runtime.parallel.group_exchange import (
 )
 from lengthwise.runtime.parallel.ring_attention import Ring, sink_gradients
 
-RingOf = Callable[[range], Ring]
-"""The attention of this rank alone over all tokens with some neighbouring heads, as tasks; they may differ by head."""
+RingOf = Callable[[Tensor, range], Ring]
+"""The attention of this rank alone over all tokens, as tasks, which may differ by head: from queries ``[T, n, H]`` and
+the run of heads that they are of."""
 
 
 def attend_in_groups(
@@ -60,7 +61,7 @@ class _InGroups(torch.autograd.Function):
             q, present, _ = trade_group(_heads_of(group, q_tNH, k_tKH, v_tKH), grouped, group, present)
             heads = range(*group.mine.queries)
             sinks = None if sinks_N is None else sinks_N[heads.start : heads.stop]
-            out, lse = attend_group(q, present, group, ring_of(heads) if heads else grouped.ring, sinks)
+            out, lse = attend_group(q, present, group, ring_of(q, heads) if heads else grouped.ring, sinks)
             out_tNH[:, group.query_heads] = grouped.to_tokens([out], [queries_of], group)
             sums.append(lse)
             present = keys_that_stay(present, group)
@@ -84,13 +85,14 @@ class _InGroups(torch.autograd.Function):
             if dsinks_N is not None and heads:
                 places = slice(heads.start, heads.stop)
                 dsinks_N[places] = sink_gradients(others[1], others[0], lse, sinks_N[places])
+            ring = ctx.ring_of(q, heads) if heads else ctx.grouped.ring
             del beside, qkv, q, present, others
-            ring = ctx.ring_of(heads) if heads else ctx.grouped.ring
             dheads = trade_group_gradients(arrived, lse, stay, ctx.grouped, group, ring)
             dq, *dkv = dheads.split([group.num_queries, *[len(group.leaving_heads)] * 2], dim=1)
             dq_tNH[:, group.query_heads] = dq
             for total, dx in zip((dk_tKH, dv_tKH), dkv):
                 total.index_add_(1, group.leaving_heads, dx)
+            del dheads, dq, dkv, dx
         return dq_tNH, dk_tKH, dv_tKH, dsinks_N, None, None
 
 

@@ -138,12 +138,12 @@ class HeadGroups:
         return torch.cat([piece for number in range(len(of)) for piece in (parts[number] for parts in by_rank)], dim=1)
 
     def exchanges(self, head_size: int, dtype: torch.dtype, *, backward: bool) -> list[Exchange]:
-        """What attention in these groups issues, in order, or its backward, which also trades queries, keys, values and
-        outputs again.
+        """What attention in these groups over queries, keys and values issues, in order, or its backward, which trades
+        these and outputs again; one rank alone issues nothing.
         """
         exchange, rank = self.exchange, self.exchange.group.rank
         mine, issued = exchange.sizes[rank], []
-        for group in self.groups:
+        for group in self.groups if exchange.group.size > 1 else ():
             queries, comes, leaves = (
                 [count_heads(run) for run in runs]
                 for runs in zip(*((heads.queries, heads.comes, heads.leaves) for heads in group.heads))

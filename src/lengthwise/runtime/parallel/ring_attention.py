@@ -10,6 +10,7 @@ adds, until the last hop takes them home. Each hop is under way while the block 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.models.kept_attention import KeptAttention
+from lengthwise.runtime.models.varlen_attention import device_offsets
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, PackedTask, Task, finite, packed, uses_flash
 
 BLOCKS, GRADIENTS = 1, 2
@@ -60,6 +62,25 @@ class Ring:
         first, *others = self.tasks_of(self.group.rank, q) or (None,)
         is_all = isinstance(first, PackedTask) and not others and first.is_of_all(len(q), len(k))
         return first if is_all else None  # type: ignore[return-value]
+
+    def in_window(
+        self, q: Tensor, cu_seqlens: tuple[int, ...], window: tuple[int, int], *, causal: bool
+    ) -> "Ring | None":
+        """The attention of one rank over whole sequences of which each query sees a window, as one launch of the flash
+        kernel; None: the kernel does not take ``q``, or there are other ranks.
+
+        ``window``: how many tokens before and after its own each sees.
+        """
+        if self.group.size > 1 or not uses_flash(q):
+            return None
+        longest = max(end - start for start, end in pairwise(cu_seqlens))
+        before, after = (size if size < longest else -1 for size in window)
+        offsets, rows = device_offsets(cu_seqlens, q.device), slice(0, len(q))
+        launch = PackedTask(
+            query_rows=rows, key_rows=rows, query_offsets=offsets, key_offsets=offsets, longest=(longest, longest),
+            causal=causal, window=(before, 0 if causal else after),
+        )  # fmt: skip
+        return replace(self, tasks=((),), packed_tasks={self.group.rank: (launch,)})
 
     def ordered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Reorder this rank's rows into the order of the view."""

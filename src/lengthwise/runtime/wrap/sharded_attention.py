@@ -155,13 +155,17 @@ def _attend_in_ring(
     """Attend from the tokens of this rank and its neighbours, while keys and values go round a ring."""
     heads = range(first_head, first_head + q_TnH.shape[1])
     sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
-    return ring_attention(q_TnH, k_TkH, v_TkH, _ring_of(ring, heads, kind=kind, shard=shard), sinks_N=sinks)
+    return ring_attention(q_TnH, k_TkH, v_TkH, _ring_of(ring, q_TnH, heads, kind=kind, shard=shard), sinks_N=sinks)
 
 
-def _ring_of(ring: Ring, heads: range, *, kind: AttentionRequest, shard: PackShard) -> Ring:
-    """The ring with tasks of these heads, where what a query sees is more than causal or open."""
-    if kind.window is None and replace(kind, sinks=None).is_plain:
-        return ring
+def _ring_of(ring: Ring, q_tnH: Tensor, heads: range, *, kind: AttentionRequest, shard: PackShard) -> Ring:
+    """The ring with tasks of these heads, where what a query of ``q_tnH`` sees is more than causal or open."""
+    if replace(kind, sinks=None).is_plain:
+        if kind.window is None:
+            return ring
+        launched = ring.in_window(q_tnH, shard.cu_seqlens, kind.window, causal=kind.causal)
+        if launched is not None and shard.tree is None:
+            return launched
     tasks = (_tasks(ring, source, heads, kind, shard) for source in range(ring.group.size))
     return replace(ring, tasks=tuple(map(tuple, tasks)), packed_tasks={})
 
