@@ -13,6 +13,7 @@ sends; backward queries, keys, values and outputs once more.
 T tokens of the pack, t of this rank, N query heads, K key/value heads, H head size, p ranks.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -56,6 +57,7 @@ def attend_in_groups(
 class _InGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_tNH, k_tKH, v_tKH, sinks_N, grouped, ring_of):  # type: ignore[no-untyped-def]
+        q_tNH, k_tKH, v_tKH = without_others(q_tNH, k_tKH, v_tKH)
         out_tNH, sums, present = q_tNH.new_empty(q_tNH.shape), [], None
         for group in grouped.groups:
             q, present, _ = trade_group(_heads_of(group, q_tNH, k_tKH, v_tKH), grouped, group, present)
@@ -94,6 +96,20 @@ class _InGroups(torch.autograd.Function):
                 total.index_add_(1, group.leaving_heads, dx)
             del dheads, dq, dkv, dx
         return dq_tNH, dk_tKH, dv_tKH, dsinks_N, None, None
+
+
+def without_others(*tensors: Tensor) -> list[Tensor]:
+    """``tensors``, with copies of views whose storage has more than these: kept, they would keep that, too.
+
+    A projection of queries, keys and values together is such a storage, where queries and keys are rotated since.
+    """
+    used_bytes: Counter[int] = Counter()
+    for tensor in tensors:
+        used_bytes[tensor.untyped_storage()._cdata] += tensor.nbytes
+    return [
+        tensor.clone() if tensor.untyped_storage().nbytes() > used_bytes[tensor.untyped_storage()._cdata] else tensor
+        for tensor in tensors
+    ]
 
 
 def _heads_of(group: HeadGroup, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
