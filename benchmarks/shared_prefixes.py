@@ -149,8 +149,8 @@ def main() -> None:
                     "Fewer tokens bounds what the step can gain where all operators but attention count; what branches "
                     "attend to is the same on both sides. The last token of a prompt, which predicts the answer, is "
                     "computed by every branch. CPU seconds are those of the busier rank in the median step: other work "
-                    "on this machine slows the sides of a round by different amounts, which the last columns show (load "
-                    f"average {os.getloadavg()[0]:.1f} on two cores at the end)."
+                    "on this machine slows the sides of a round by different amounts, which the last columns show "
+                    f"(load average {os.getloadavg()[0]:.1f} on two cores at the end)."
                 ),
                 head=(
                     "rollouts of a prompt",
