@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from lengthwise.core.pipeline_config import Method
+from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 from tests.runtime.loop.memory_runs import train
-from tests.runtime.loop.runs import Packs, assert_exact, step_on_ranks
+from tests.runtime.loop.runs import Packs, assert_exact, shard_of, step_on_ranks
 from tests.runtime.wrap.test_attention_methods import MASKED, check_draws, check_kernels
 from tests.runtime.wrap.test_oom_recovery import PLACES
 
@@ -37,6 +38,23 @@ def test_masks_sinks_and_soft_caps_of_a_family_are_exact_in_groups_of_heads(rank
     groups += (Packs(ranks=(0,), packs=((7,), (9, 6)), phase=1, head_groups=2),)
     for losses_and_changes in ranks(3).run(step_on_ranks, MASKED[name], groups):
         assert_exact(MASKED[name], losses_and_changes, name)
+
+
+def test_groups_of_heads_attend_in_the_dtype_of_autocast():
+    """Queries and keys may be wider, as norms leave them."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(23, heads, 8, dtype=dtype) for heads, dtype in ((4, None), (2, None), (2, torch.bfloat16))]
+    results = []
+    for head_groups in (1, 2):
+        shard = shard_of((9, 14), dtype=torch.bfloat16, methods=(Method.DENSE,), head_groups=head_groups)
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attend_shard(q, k, v, AttentionRequest(causal=True), shard)
+        out.float().square().sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for whole, grouped in zip(*results, strict=True):
+        assert grouped.dtype == whole.dtype
+        torch.testing.assert_close(grouped, whole, rtol=2e-2, atol=2e-2)  # products of 8 bits
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,8 @@ def _attend(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionRequest,
     }  # fmt: skip
     if (grouped := shard.in_head_groups(**call)) is not None:
         ring_of = partial(_ring_of, grouped.ring, kind=kind, shard=shard)
+        # Autocast casts what an attention of torch is given, but not what kernels are.
+        q_tNH, k_tKH, v_tKH = (x.to(shard.dtype or q_tNH.dtype) for x in (q_tNH, k_tKH, v_tKH))
         return attend_in_groups(q_tNH, k_tKH, v_tKH, grouped, ring_of=ring_of, sinks_N=kind.sinks)
     if shard.group.size == 1:
         return _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
