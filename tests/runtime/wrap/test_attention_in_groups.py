@@ -18,7 +18,7 @@ OF_KERNELS = {"dropout": 0.0, "softcap": None, "mask": None}
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2, 4, 5))])
 def test_any_attention_is_exact_in_groups_of_heads(ranks, num_ranks):
-    seeds, ways = range(4) if num_ranks == 3 else range(2000, 2060), ON_ONE if num_ranks == 1 else IN_GROUPS
+    seeds, ways = range(2) if num_ranks == 3 else range(2000, 2060), ON_ONE if num_ranks == 1 else IN_GROUPS
     ranks(num_ranks).run(check_draws, seeds, ways=ways)
 
 
