@@ -148,6 +148,8 @@ def check_script(shard, issued, recompute):
     """A rank that stands in for itself issues as many exchanges as the attention did."""
     forward, backward = (len(exchanges_of(shard, shard.attended[0], is_forward)) for is_forward in (True, False))
     assert issued == (forward, backward + recompute * forward)
+    if shard.head_groups > 1:
+        assert forward == backward == (2 * shard.head_groups if shard.group.size > 1 else 0)
 
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
