@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.finer_recompute import between, next_fewer
+from lengthwise.plan.space.finer_recompute import between, halfway, next_fewer
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 EXACT_TO = 512
@@ -98,16 +98,20 @@ class SearchSpaceBound:
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.
 
-        They are looked at where nothing in the tables is as fast as if they recomputed as few layers as ``fewer``.
+        They are looked at where nothing in the tables is as fast as if they recomputed as few layers as ``fewer``: the
+        one in the middle, and then each half.
         """
         beyond = self._columns(fewer.max_tokens, more.max_tokens)
         costs = self._costs(fewer, beyond, more.max_tokens)
         if all((table[row, beyond] <= values).all() for table, values in zip(self._tables, costs)):
             self._add(fewer, row, self._columns(0, fewer.max_tokens), pack_tokens=more.max_tokens)
             return
-        for candidate in between(fewer, more):
-            columns = self._columns(0, candidate.max_tokens)
-            self._add(candidate, row, columns, pack_tokens=candidate.max_tokens)
+        middle = halfway(fewer, more)
+        for candidate in between(fewer, more) if middle is None else (middle,):
+            self._add(candidate, row, self._columns(0, candidate.max_tokens), pack_tokens=candidate.max_tokens)
+        if middle is not None:
+            self._add_between(fewer, middle, row)
+            self._add_between(middle, more, row)
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest bound."""

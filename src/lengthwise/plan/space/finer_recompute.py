@@ -12,6 +12,9 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig, spread
 from lengthwise.plan.space.candidate import Candidate
 
+FEWEST_HALVED = 6
+"""Layers, by which two candidates differ at least, between which there is a candidate halfway."""
+
 
 def next_fewer(candidates: Iterable[Candidate]) -> dict[Candidate, Candidate]:
     """Per candidate the one that recomputes the next fewer layers and is alike otherwise; none where there is none.
@@ -45,3 +48,24 @@ def between(fewer: Candidate, more: Candidate) -> tuple[Candidate, ...]:
             finer.append(candidate)
             limit = max_tokens
     return tuple(finer)
+
+
+def halfway(fewer: Candidate, more: Candidate) -> Candidate | None:
+    """The candidate that recomputes about as many layers more than one as fewer than the other, and has room in between.
+
+    Of those with as much room, the one that recomputes the fewest. None where there are too few numbers of layers
+    between them, or none has room in between.
+    """
+    first, last = fewer.scheme.num_recomputed, more.scheme.num_recomputed
+    if last - first < FEWEST_HALVED:
+        return None
+    try:
+        middle = more.recomputing((first + last) // 2)
+        while middle.scheme.num_recomputed > first + 1:
+            leaner = more.recomputing(middle.scheme.num_recomputed - 1)
+            if leaner.max_tokens != middle.max_tokens:
+                break
+            middle = leaner
+        return middle if fewer.max_tokens < middle.max_tokens < more.max_tokens else None
+    except InputError:
+        return None
