@@ -51,7 +51,7 @@ def between(fewer: Candidate, more: Candidate) -> tuple[Candidate, ...]:
 
 
 def halfway(fewer: Candidate, more: Candidate) -> Candidate | None:
-    """The candidate that recomputes about as many layers more than one as fewer than the other, and has room in between.
+    """The candidate that recomputes about as many layers more than one as fewer than the other, with room in between.
 
     Of those with as much room, the one that recomputes the fewest. None where there are too few numbers of layers
     between them, or none has room in between.
