@@ -33,6 +33,8 @@ MODELS = {
     },
 }  # fmt: skip
 NUM_RANKS, TOKENS = 4, 32768
+ROUNDED = 4096
+"""Bytes of padding of all units."""
 WITHIN = 0.05
 """How far the memory model may be from what was counted."""
 
@@ -132,9 +134,10 @@ def test_units_are_gathered_for_the_forward_and_again_for_the_backward(dry_runs,
 
 def test_a_rank_keeps_its_share_of_sharded_gradients(dry_runs):
     (row,), (whole, *_) = dry_runs["sharded gradients"], dry_runs["whole"]
-    assert row["peak_bytes"]["gradients"] == whole["peak_bytes"]["gradients"] / 2
-    units = row["predicted"]["peak_bytes"]["gradients"] - row["peak_bytes"]["gradients"]
-    assert 0 < units < whole["peak_bytes"]["gradients"], "plans reckon with two whole units beside it"
+    kept, of_all = (run["peak_bytes"]["gradients"] for run in (row, whole))
+    assert 0 <= kept - of_all / 2 <= ROUNDED, "each unit's share is rounded up"
+    units = row["predicted"]["peak_bytes"]["gradients"] - kept
+    assert 0 < units <= of_all * (1 + 1 / 2), "plans reckon with two whole units beside it, and the share of one"
 
 
 def test_gathered_state_is_a_share_and_two_units(dry_runs):

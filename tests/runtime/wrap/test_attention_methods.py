@@ -17,6 +17,7 @@ from lengthwise.runtime.loop.planned_pipelines import ANY_MODEL_METHODS
 from lengthwise.runtime.parallel.attention_blocks import Task
 from lengthwise.runtime.wrap import sharded_attention
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 from lengthwise.runtime.wrap.zero_collectives import exchanges_of
 from tests.runtime.loop import memory_runs
@@ -160,6 +161,30 @@ def test_any_attention_is_exact_under_every_method(ranks, num_ranks):
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
 def test_any_attention_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
     ranks(num_ranks).run(check_kernels, range(50, 62))
+
+
+def stand_in_for_wide_queries(method):
+    """Attention on the first rank of queries and keys that a norm left in float32; the second rank sends zeros."""
+    shard = PackShard(
+        step=0, seed=1, ids=(0,), cu_seqlens=(0, 17), group=whole_group(), device=torch.device("cpu"),
+        methods=(method,), dtype=torch.bfloat16,
+    )  # fmt: skip
+    if shard.group.rank == 1:
+        call = AttentionExchange(num_heads=4, num_kv_heads=2, head_size=8, dtype=torch.float32, layer=None)
+        for is_forward in (True, False):
+            for exchange in exchanges_of(shard, call, is_forward):
+                exchange.issue(shard.device)
+        return True
+    q, k, v = (torch.ones(shard.num_slots, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend_shard(q, k, v.bfloat16(), AttentionRequest(causal=True), shard)
+    out.float().sum().backward()
+    return all(x.grad.isfinite().all() and x.grad.dtype == torch.float32 for x in (q, k, v))
+
+
+@pytest.mark.parametrize("method", [Method.ULYSSES, Method.RING])
+def test_ranks_exchange_the_dtype_of_autocast_which_one_that_stands_in_knows(ranks, method):
+    assert ranks(2).run(stand_in_for_wide_queries, method) == [True, True]
 
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from lengthwise.runtime.wrap.router_losses import FUNCTION, BalancingLosses
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import SlotGather
+from lengthwise.runtime.wrap.router_losses import FUNCTION, BalancingLosses, gather_slots
+from lengthwise.runtime.wrap.zero_collectives import exchanges_of
 from tests.runtime.loop.runs import shard_of
+from tests.runtime.parallel.cases import whole_group
 
 LENGTHS = (5, 2, 4)
 
@@ -52,3 +56,26 @@ def test_a_pack_without_targets_is_balanced_by_nothing_and_takes_part_in_the_bac
         loss = getattr(space, FUNCTION)((x,))
     loss.backward()
     assert float(loss.detach()) == 0.0 and not x.grad.any()
+
+
+def gather_beside_zeros(dtype):
+    """A gather of numbers of ``dtype`` under autocast on the first rank; the second one sends zeros."""
+    shard = PackShard(
+        step=0, seed=1, ids=(0,), cu_seqlens=(0, 17), group=whole_group(), device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    if shard.group.rank == 1:
+        call = SlotGather(width=3, dtype=torch.float32, layer=None)  # as a trace without autocast tells
+        for is_forward in (True, False):
+            for exchange in exchanges_of(shard, call, is_forward):
+                exchange.issue(shard.device)
+        return True
+    x = torch.ones(shard.num_slots, 3, dtype=dtype, requires_grad=True)
+    gathered = gather_slots(x, shard)
+    gathered.float().sum().backward()
+    return gathered.shape == (17, 3) and gathered.dtype == dtype and bool((x.grad == 1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_that_stands_in_for_itself_sends_what_others_gather_under_autocast(ranks, dtype):
+    assert ranks(2).run(gather_beside_zeros, dtype) == [True, True]

@@ -75,9 +75,13 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
 
 
 def gather_slots(x_t: Tensor, shard: PackShard) -> Tensor:
-    """All-gather ``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients are summed. One exchange."""
-    shard.attended.append(SlotGather(width=x_t.shape[1], dtype=x_t.dtype, layer=shard.layer))
-    x_T: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t, shard)
+    """All-gather ``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients are summed. One exchange.
+
+    In float32 at least, as a rank that stands in for itself cannot know what autocast makes of each model's numbers.
+    """
+    wide = torch.promote_types(x_t.dtype, torch.float32)
+    shard.attended.append(SlotGather(width=x_t.shape[1], dtype=wide, layer=shard.layer))
+    x_T: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t.to(wide), shard).to(x_t.dtype)
     shard.note_exchange(x_T, GATHERS + len(shard.gathers))
     shard.gathers.append(x_T)
     return x_T

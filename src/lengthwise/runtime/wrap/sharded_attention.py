@@ -110,10 +110,12 @@ def _attend(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionRequest,
     call: dict[str, Any] = {
         "num_heads": q_tNH.shape[1], "num_kv_heads": k_tKH.shape[1], "layer": shard.layer, "causal": kind.causal
     }  # fmt: skip
-    if (grouped := shard.in_head_groups(**call)) is not None:
+    grouped = shard.in_head_groups(**call)
+    if shard.dtype is not None and (grouped is not None or shard.group.size > 1):
+        # Autocast casts what an attention of torch is given, but neither what kernels are nor what ranks exchange.
+        q_tNH, k_tKH, v_tKH = (x.to(shard.dtype) for x in (q_tNH, k_tKH, v_tKH))
+    if grouped is not None:
         ring_of = partial(_ring_of, grouped.ring, kind=kind, shard=shard)
-        # Autocast casts what an attention of torch is given, but not what kernels are.
-        q_tNH, k_tKH, v_tKH = (x.to(shard.dtype or q_tNH.dtype) for x in (q_tNH, k_tKH, v_tKH))
         return attend_in_groups(q_tNH, k_tKH, v_tKH, grouped, ring_of=ring_of, sinks_N=kind.sinks)
     if shard.group.size == 1:
         return _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)

@@ -42,11 +42,11 @@ def exchanges_of(shard: PackShard, call: AttentionExchange | SlotGather | Summed
             Exchange(group=group, send=send, receive=receive, dtype=dtype)
             for (send, receive), dtype in sum_exchanges(call, group.size)
         ]
-    dtype = shard.dtype or call.dtype
     if isinstance(call, SlotGather):
         send, receive = gather_sizes(shard.stage.shards.sizes, group.rank, call.width)
-        gather = Exchange(group=group, send=send, receive=receive, dtype=dtype)
+        gather = Exchange(group=group, send=send, receive=receive, dtype=call.dtype)
         return [gather if is_forward else gather.reversed]
+    dtype = shard.dtype or call.dtype
     grouped = shard.in_head_groups(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=call.layer)
     if grouped is not None:
         return grouped.exchanges(call.head_size, dtype, backward=not is_forward)
