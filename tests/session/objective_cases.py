@@ -360,6 +360,7 @@ def planned_step(run, objective, items, plan_seed, most_stages=1):
     planned_items = 2 * len(items) if objective.coupled and objective.batch is pairs else len(items)
     groups = random_groups(rng, size, num_layers, num_sequences=planned_items, most_stages=most_stages)
     run.planner = lambda batch: plan_of(batch, groups, num_layers)
+    run.wrapped_model.layers.may_keep_attention = True
     seen = []
     run.on_finish = lambda step: seen.append(run.state.pushed.clone())
     run.lr = lambda step: 0.0

@@ -139,9 +139,9 @@ def test_a_policy_that_cannot_run_says_why_and_the_others_go_on(cli, lengths, mo
 
 
 def test_a_cluster_that_is_too_small_does_not_stop_the_larger_one(cli, tmp_path):
-    np.save(tmp_path / "long.npy", np.array([600_000, 50, 60]))
+    np.save(tmp_path / "long.npy", np.array([900_000, 50, 60]))
     document = compare(
-        cli, tmp_path / "long.npy", "--gpus", "1,4", "--hbm", 2, "--tokens-per-step", 600_000, "--offload", "none"
+        cli, tmp_path / "long.npy", "--gpus", "1,4", "--hbm", 2, "--tokens-per-step", 900_000, "--offload", "none"
     )
     small, large = document["clusters"]
     assert all("needs" in one["refused"] for one in small["policies"])
