@@ -31,6 +31,21 @@ def step_through(run, loss_of=lambda output, micro_batch: output[1]):
     return losses, degrees, ids
 
 
+def noted_schemes(run, of):
+    """What ``of`` says of the scheme of each micro-batch that the run plans from now on, by its longest sequence."""
+    plan_of, noted = run.planner, {}
+
+    def plan(batch):
+        step_plan = plan_of(batch)
+        for pipeline in step_plan.pipelines:
+            for planned in pipeline.micro_batches:
+                noted[max(planned.pack.lengths)] = of(pipeline.scheme_of(planned))
+        return step_plan
+
+    run.planner = plan
+    return noted
+
+
 def weights_of(model):
     return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
 

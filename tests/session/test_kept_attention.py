@@ -18,7 +18,7 @@ from tests.cost.profiled.test_dual_layer import row, seconds, table
 from tests.plan.costs import SimpleCost
 from tests.runtime.loop import test_families as families
 from tests.session import models
-from tests.session.loops import as_started_by_torchrun, step_through, weights_of
+from tests.session.loops import as_started_by_torchrun, noted_schemes, step_through, weights_of
 from tests.session.test_offloaded_layers import flags, rows_for
 from tests.session.test_prepare import OPTIONS
 
@@ -159,17 +159,7 @@ def test_plans_keep_attention_where_that_pays(memory_mib, pays, chosen):
         models.GPT(max_length=LONGEST).double(), rows, cost=selective_cost(memory_mib, pays=pays), offload="none",
         check=pays, steps=2, sequences_per_step=2, seed=3, policy="dcp-intra",
     )  # fmt: skip
-    made, kept = run.planner, {}
-
-    def plan(batch):
-        step_plan = made(batch)
-        for pipeline in step_plan.pipelines:
-            for planned in pipeline.micro_batches:
-                scheme = pipeline.scheme_of(planned)
-                kept[max(planned.pack.lengths)] = scheme.num_recomputed if scheme.keep_attention else 0
-        return step_plan
-
-    run.planner = plan
+    kept = noted_schemes(run, lambda scheme: scheme.num_recomputed if scheme.keep_attention else 0)
     losses = step_through(run)[0]
     run.close()
     assert len(losses) == 2 and {count for count in kept.values() if count} == chosen

@@ -9,7 +9,7 @@ from lengthwise.core.errors import InfeasibleError
 from lengthwise.session import longer_sequences
 from tests.plan.costs import SimpleCost
 from tests.session import models
-from tests.session.loops import as_started_by_torchrun, step_through, weights_of
+from tests.session.loops import as_started_by_torchrun, noted_schemes, step_through, weights_of
 from tests.session.test_prepare import assert_equal_weights
 
 ENOUGH, TIGHT = 1.0, 1_730_000 / 2**30
@@ -41,16 +41,7 @@ def train(memory_gib, folder, has_groups=True):
         return str(error)
     finally:
         longer_sequences.check_exact, longer_sequences._num_head_groups = check_exact, number
-    made, groups = run.planner, {}
-
-    def plan(batch):
-        step_plan = made(batch)
-        for pipeline in step_plan.pipelines:
-            for planned in pipeline.micro_batches:
-                groups[max(planned.pack.lengths)] = pipeline.scheme_of(planned).head_groups
-        return step_plan
-
-    run.planner = plan
+    groups = noted_schemes(run, lambda scheme: scheme.head_groups)
     losses = step_through(run)[0]
     run.close()
     return losses, groups, compared, weights_of(run.model)

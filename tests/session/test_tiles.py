@@ -12,7 +12,7 @@ from tests.plan.costs import SimpleCost
 from tests.runtime.loop.test_families import HEADS
 from tests.runtime.wrap.test_position_ids import built
 from tests.session import models
-from tests.session.loops import step_through, weights_of
+from tests.session.loops import noted_schemes, step_through, weights_of
 from tests.session.pairs import prepared
 from tests.session.test_prepare import assert_equal_weights
 
@@ -144,16 +144,7 @@ def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tm
             models.GPT(max_length=512).double(), rows, device="cpu", memory_gib=memory_gib, verbose=False, lr=0.1,
             profile=tmp_path / f"{memory_gib}.json", sequences_per_step=2, steps=2, optimizer="sgd",
         )  # fmt: skip
-        made, tiles = run.planner, {}
-
-        def plan(batch, made=made, tiles=tiles):
-            step_plan = made(batch)
-            for pipeline in step_plan.pipelines:
-                for planned in pipeline.micro_batches:
-                    tiles[max(planned.pack.lengths)] = pipeline.scheme_of(planned).tile_tokens
-            return step_plan
-
-        run.planner = plan
+        tiles = noted_schemes(run, lambda scheme: scheme.tile_tokens)
         losses, names = step_through(run)[0], [] if run.wrapped_model.tiles is None else run.wrapped_model.tiles.names
         run.close()
         assert not any("forward" in vars(module) for module in run.model.modules())

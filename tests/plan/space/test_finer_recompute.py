@@ -8,6 +8,7 @@ import pytest
 from lengthwise.core.pipeline_config import spread
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.bounds import search_space_bound
 from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.finer_recompute import between, next_fewer
@@ -64,6 +65,24 @@ def test_levels_between_two_candidates_hold_more_and_more_tokens():
         assert replace(more.scheme, recompute=fewer.scheme.recompute) == fewer.scheme
         tokens = [candidate.max_tokens for candidate in (fewer, *between(fewer, more), more)]
         assert tokens == sorted(tokens) and len(set(tokens[1:-1])) == len(tokens[1:-1])
+
+
+def test_levels_looked_at_by_halves_leave_no_scheme_out_of_the_bound(monkeypatch):
+    """With two stages every second level has as much room as the one before it, which is faster."""
+    spec, cluster = model_preset("llama-13b"), cluster_preset("2x8xH100-80GB")
+    problem = make_problem(
+        AnalyticCost(model=spec, cluster=cluster), cluster=cluster, num_layers=spec.num_layers, max_length=100_000,
+        search_space=SearchSpace(), samples=[np.array(lengths) for lengths in LENGTHS],
+    )  # fmt: skip
+    assert any(more.scheme.num_recomputed - fewer.scheme.num_recomputed > 6
+               for more, fewer in next_fewer(problem.candidates).items() if more.num_stages > 1)  # fmt: skip
+    halved = SearchSpaceBound(problem, problem.candidates, any_recompute=True)
+    monkeypatch.setattr(search_space_bound, "halfway", lambda fewer, more: None)
+    one_by_one = SearchSpaceBound(problem, problem.candidates, any_recompute=True)
+    for of_halves, of_all in zip(halved._tables, one_by_one._tables, strict=True):
+        assert (of_halves <= of_all * (1 + 1e-12)).all()
+        finite = np.isfinite(of_all)
+        assert (of_halves[finite] >= of_all[finite] * 0.99).all()
 
 
 @pytest.mark.parametrize("mode", [RecomputeMode.NONE, RecomputeMode.ALL])

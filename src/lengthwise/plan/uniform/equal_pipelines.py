@@ -114,7 +114,7 @@ def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
         stages=problem.bounding_stages(candidate),
         setup=priced.overhead_s(candidate),
         capacity=candidate.max_tokens,
-        min_fill=candidate.cost.util_tokens(candidate.scheme),  # of no meaning here, but then strategies have proven it
+        min_fill=candidate.cost.util_tokens(candidate.scheme),  # as strategies have it: their certificate is this one
     )
     times_s = priced.times_s(candidate)
     alone_s = candidate.alone_stages * (float(times_s.max()) + priced.overhead_s(candidate))
