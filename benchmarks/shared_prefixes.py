@@ -152,7 +152,8 @@ def main() -> None:
                     "tokens are slower a token: some steps without sharing take half as long again as others of as "
                     "many tokens, in allocations of large tensors. On one rank, without those, the same steps of 8 "
                     "rollouts with prompts of 80% take 2.7x to 3.0x as many CPU seconds. CPU seconds are those of the "
-                    "busier rank in the median step: other work on this machine slows the sides of a round by different amounts, which the last columns show "
+                    "busier rank in the median step: other work on this machine slows the sides of a round by "
+                    "different amounts, which the last columns show "
                     f"(load average {os.getloadavg()[0]:.1f} on two cores at the end)."
                 ),
                 head=(
