@@ -9,6 +9,7 @@ measured profile; figures are medians of ratios within a round, and losses are c
 
 import argparse
 import os
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ def groups(members: int, share: float) -> list[tuple[dict, ...]]:
 
 
 def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dict[str, Any]:
-    """Seconds and this rank's CPU seconds of the steps after the first, the last loss, and the tokens computed."""
+    """Seconds and this rank's user-mode seconds of the steps after the first, the last loss, and tokens computed."""
     import torch
     from torch.nn import functional as F
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -65,7 +66,7 @@ def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dic
     )  # fmt: skip
     seconds, cpu_seconds, losses, tokens = [], [], [], 0
     for step in run.steps():
-        began, cpu_began = time.perf_counter(), time.process_time()
+        began, user_began = time.perf_counter(), user_seconds()
         for micro_batch in step:
             logits = model(**micro_batch.inputs).logits[0]
             logps = -F.cross_entropy(logits, micro_batch.labels, reduction="none")
@@ -74,10 +75,15 @@ def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dic
             step.backward(micro_batch.sum(masked_t) / step.total("answer"), mean_over="step")
         losses.append(step.update().loss)
         seconds.append(time.perf_counter() - began)
-        cpu_seconds.append(time.process_time() - cpu_began)
+        cpu_seconds.append(user_seconds() - user_began)
         tokens += sum(m.pack.num_tokens for pipeline in step.plan.pipelines for m in pipeline.micro_batches)
     run.close()
     return {"seconds": seconds[1:], "cpu_seconds": cpu_seconds[1:], "loss": losses[-1], "tokens": tokens}
+
+
+def user_seconds() -> float:
+    """Processor seconds of this process so far, without those of the system."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
 def unique_tokens(members: int, share: float) -> int:
@@ -148,12 +154,10 @@ def main() -> None:
                 text=(
                     "Fewer tokens bounds what the step can gain where all operators but attention count; what branches "
                     "attend to is the same on both sides. The last token of a prompt, which predicts the answer, is "
-                    "computed by every branch. More is gained than tokens are saved where forwards of four times the "
-                    "tokens are slower a token: some steps without sharing take half as long again as others of as "
-                    "many tokens, in allocations of large tensors. On one rank, without those, the same steps of 8 "
-                    "rollouts with prompts of 80% take 2.7x to 3.0x as many CPU seconds. CPU seconds are those of the "
-                    "busier rank in the median step: other work on this machine slows the sides of a round by "
-                    "different amounts, which the last columns show "
+                    "computed by every branch. CPU seconds are in user mode, of the busier rank in the median step: "
+                    "page faults of large tensors come and go from step to step, mostly without sharing, and are left "
+                    "out. Other work on this machine slows the sides of a round by different amounts, which the last "
+                    "columns show "
                     f"(load average {os.getloadavg()[0]:.1f} on two cores at the end)."
                 ),
                 head=(
