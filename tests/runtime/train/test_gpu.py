@@ -1,12 +1,14 @@
 """The same step on a GPU: NCCL, varlen attention, float32 masters."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from lengthwise.runtime.comm.world import start_world, stop_world
 from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.state.contents import contents, restore
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
@@ -42,3 +44,42 @@ def losses_on(device, dtype):
     finally:
         stop_world()
     return losses
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_an_update_takes_no_memory_of_its_own(name):
+    """Neither the norm in float64 nor the optimizer has a copy of all gradients."""
+    world = start_world("cuda")
+    try:
+        spec = replace(SPEC, hidden_size=1024, ffn_size=4096, num_heads=8, num_kv_heads=8, head_size=128)
+        model = build_model(spec, dtype=torch.bfloat16, device=world.device)
+        state = ShardedState(model, world, replace(SETTINGS, name=name))
+        state.step(lr=LR, clip=0.5)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        state.global_norm(torch.zeros((), device=world.device))
+        state.step(lr=LR, clip=0.5)
+        taken = torch.cuda.max_memory_allocated() - before
+    finally:
+        stop_world()
+    assert taken < 0.1 * state.pushed.nbytes
+
+
+def test_a_restored_state_goes_on_as_the_one_that_was_saved():
+    world = start_world("cuda")
+    try:
+        states = [new_state(world, torch.bfloat16, model_seed=seed) for seed in (1, 2)]
+        for step in range(3):
+            states[0].pushed.normal_(generator=torch.Generator("cuda").manual_seed(step))
+            states[0].step(lr=LR, clip=1.0)
+        restore(states[1], contents(states[0]), 3)
+        for state in states:
+            state.pushed.normal_(generator=torch.Generator("cuda").manual_seed(3))
+            state.step(lr=LR, clip=1.0)
+    finally:
+        stop_world()
+    assert torch.equal(states[0].master, states[1].master)
+
+
+def new_state(world, dtype, *, model_seed):
+    return ShardedState(build_model(SPEC, dtype=dtype, device=world.device, seed=model_seed), world, SETTINGS)

@@ -82,7 +82,7 @@ def functions(kinds):
     from transformers import masking_utils as masks
 
     packed = torch.zeros(1, len(kinds), dtype=torch.long)
-    return {
+    named = {
         "causal": masks.causal_mask_function,
         "window": masks.sliding_window_causal_mask_function(3),
         "window both ways": masks.sliding_window_bidirectional_mask_function(3),
@@ -94,10 +94,11 @@ def functions(kinds):
         "partial": partial(lambda n, b, h, q, k: (k <= q) & (q - k != n), 2),
         "partial by name": partial(lambda b, h, q, k, n: (k <= q) & (q - k != n), n=2),
         "blocks": masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(kinds[None])),
-        "within a pack": masks.packed_sequence_compatibility_function(
-            strided(2), torch.arange(len(kinds))[None], packed
-        ),
     }
+    if hasattr(masks, "packed_sequence_compatibility_function"):  # not in transformers 5.17
+        places = torch.arange(len(kinds))[None]
+        named["within a pack"] = masks.packed_sequence_compatibility_function(strided(2), places, packed)
+    return named
 
 
 def _stock(q, k, v, name, kinds):

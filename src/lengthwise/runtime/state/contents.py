@@ -96,7 +96,8 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
             with torch.no_grad():
                 parameter.copy_(optimizer_state.pop(MASTER))
             if state.optimizer is not None and num_steps:
-                state.optimizer.state[parameter] = {**step_state(state.settings, num_steps), **optimizer_state}
+                counted = step_state(state.settings, num_steps, state.optimizer)
+                state.optimizer.state[parameter] = {**counted, **optimizer_state}
     state.forget_weights()
 
 

@@ -22,8 +22,9 @@ def make_optimizer(
     """The optimizer of these parameters; None if there are none.
 
     ``outer``: those of ``decaying`` that are outside of all layers. ``on_host``: whether a CPU updates what a GPU
-    computes with. Then AdamW is torch's fused one, which reads and writes every number once, unless they are float64:
-    there the update is to be the same to the last bit.
+    computes with. Then, and on a GPU, AdamW is torch's fused one, which reads and writes every number once and needs no
+    memory of its own (the default one allocates as many numbers as it updates on a GPU), unless they are float64: there
+    the update is to be the same to the last bit.
     """
     if settings.takes_matrices_alone:
         return _made_of_two(settings, decaying, others, {id(parameter) for parameter in outer})
@@ -36,13 +37,18 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=0.0, eps=(settings.eps, 1e-3))
-    is_fused = on_host and all(parameter.dtype != torch.float64 for parameter in (*decaying, *others))
+    parameters = (*decaying, *others)
+    is_fused = (on_host or all(x.is_cuda for x in parameters)) and all(x.dtype != torch.float64 for x in parameters)
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=is_fused or None)
 
 
-def step_state(settings: OptimizerSettings, num_steps: int) -> dict[str, Tensor]:
+def step_state(settings: OptimizerSettings, num_steps: int, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What an optimizer keeps beside tensors of ``settings.state_names`` after ``num_steps`` updates."""
-    return {} if settings.make is not None or settings.name == "sgd" else {"step": torch.tensor(float(num_steps))}
+    if settings.make is not None or settings.name == "sgd":
+        return {}
+    group = optimizer.param_groups[0]
+    home = group["params"][0].device if group.get("fused") else "cpu"  # a fused kernel counts where it updates
+    return {"step": torch.tensor(float(num_steps), device=home)}
 
 
 def _groups(*parts: tuple[Sequence[nn.Parameter], float]) -> list[dict[str, Any]]:

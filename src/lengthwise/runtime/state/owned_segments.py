@@ -64,6 +64,19 @@ def segments_of(
     return segments
 
 
+NORM_CHUNK = 1 << 24
+"""Numbers whose norm is taken at a time."""
+
+
+def square_sum(values: Tensor) -> Tensor:
+    """The sum of the squares of ``values`` in float64, on their device.
+
+    By pieces: of a whole buffer torch 2.11 makes a float64 copy on a GPU, 8 bytes a number.
+    """
+    norms = torch._foreach_norm(list(values.split(NORM_CHUNK)), 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum()
+
+
 def update_at_once(optimizer: torch.optim.Optimizer, segments: Sequence[Segment], clip: float) -> None:
     """Scale the pushed gradient by ``clip``, and update all segments.
 

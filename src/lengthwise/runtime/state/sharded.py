@@ -42,7 +42,7 @@ from lengthwise.runtime.state.gradient_shares import GradientShares
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
-from lengthwise.runtime.state.owned_segments import Segment, segments_of, update_at_once, update_by_unit
+from lengthwise.runtime.state.owned_segments import Segment, segments_of, square_sum, update_at_once, update_by_unit
 from lengthwise.runtime.state.pulled_weights import PulledWeights
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -278,7 +278,7 @@ class ShardedState(PulledWeights):
 
         A loss or a gradient that is not finite anywhere makes one of the two not finite on every rank.
         """
-        square = torch.linalg.vector_norm(self.pushed, dtype=torch.float64).square()
+        square = square_sum(self.pushed)
         values = torch.stack([square.to(self.world.device, non_blocking=True), loss.to(torch.float64)])
         total = sum_over_ranks(values).tolist()
         return total[0] ** 0.5, total[1]
