@@ -14,7 +14,8 @@ from pages import Section, at_most
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.runtime.models.attention_view import in_order
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
-from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import ring_attention
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
 
 DEGREES = (2, 3, 4, 8)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from lengthwise.runtime.models import varlen_attention
-from lengthwise.runtime.parallel import ring_attention
+from lengthwise.runtime.parallel import ring
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def flash_on_cpu():
     aten_overrides.impl("_flash_attention_backward", lambda *args, **options: _backward(calls, *args, **options), "CPU")
     with (
         mock.patch.object(varlen_attention, "uses_varlen", lambda q: True),
-        mock.patch.object(ring_attention, "uses_flash", lambda q: True),
+        mock.patch.object(ring, "uses_flash", lambda q: True),
     ):
         yield calls
     aten_overrides._destroy()

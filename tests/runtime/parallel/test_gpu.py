@@ -5,7 +5,8 @@ import torch
 
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.parallel.attention_blocks import Task, attend_block, attend_block_backward, packed
+from lengthwise.runtime.parallel.attention_blocks import Task, attend_block, attend_block_backward
+from lengthwise.runtime.parallel.packed_tasks import packed
 from tests.runtime.models.cases import assert_same
 from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, model_of, pack_of, small
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.prefix_tree import ROOT, PrefixTree
 from lengthwise.runtime.models.attention_view import AttentionView, across_frames, in_order, within_frames
-from lengthwise.runtime.parallel.attention_blocks import block_tasks, packed
+from lengthwise.runtime.parallel.attention_blocks import block_tasks
+from lengthwise.runtime.parallel.packed_tasks import packed
 from lengthwise.runtime.parallel.tokens import shard_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -78,7 +79,7 @@ def test_tasks_of_a_prefix_tree_also_see_all_that_a_segment_continues(seed, num_
             launches = packed(tasks, torch.device("cpu"))
             assert len(launches) <= 1 + max(map(len, tree.paths)), "one for each depth"
             for launch in launches:
-                queries = torch.arange(len(shards.places[rank]))[launch.query_rows]
+                queries = torch.arange(len(shards.places[rank]))[launch.query_rows.index]
                 assert len(queries.unique()) == len(queries) == int(launch.query_offsets[-1])
     paths = [tree.paths[segment] for segment in tree.segments]
     expected = [[other in path for other in tree.segments] for path in paths]

@@ -10,7 +10,6 @@ of the whole alone (FlashAttention, Dao et al. 2022).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.models.attention_view import AttentionView
-from lengthwise.runtime.models.host_copies import to_device
+from lengthwise.runtime.parallel.first_writes import Runs
 from lengthwise.runtime.parallel.tokens import TokenShards
-
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +34,34 @@ class Task:
     """Query n sees the keys up to number n alone; there are as many."""
     count: int = 1
 
+    @property
+    def query_runs(self) -> Runs:
+        """The rows of its queries."""
+        return ((self.query, self.query + self.count * self.num_queries),)
+
+    @property
+    def key_runs(self) -> Runs:
+        """The rows of its keys."""
+        return ((self.key, self.key + self.count * self.num_keys),)
+
     def queries(self, x: Tensor) -> Tensor:
         """View of the blocks of ``x`` [t, ...]: ``[B, L, ...]``."""
-        rows = x[self.query : self.query + self.count * self.num_queries]
-        return rows.unflatten(0, (self.count, self.num_queries))
+        return _blocks(x, self.query, self.count, self.num_queries)
 
     def keys(self, x: Tensor) -> Tensor:
         """View of the blocks of ``x`` [s, ...]: ``[B, S, ...]``."""
-        return x[self.key : self.key + self.count * self.num_keys].unflatten(0, (self.count, self.num_keys))
+        return _blocks(x, self.key, self.count, self.num_keys)
 
     def put_queries(self, x: Tensor, rows: Tensor) -> None:
         """Write changed rows of :meth:`queries` back; they are a view."""
+
+    def write_queries(self, x: Tensor, rows: Tensor) -> None:
+        """Overwrite the rows of the queries."""
+        self.queries(x).copy_(rows)
+
+    def write_keys(self, x: Tensor, rows: Tensor) -> None:
+        """Overwrite the rows of the keys."""
+        self.keys(x).copy_(rows)
 
     def add_to_queries(self, x: Tensor, rows: Tensor) -> None:
         """Add to the rows of the queries."""
@@ -66,6 +80,12 @@ class Task:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of ``qkv`` of every block, given the output and log-sum-exps over *all* keys."""
         return attend_block_backward(dout_BLNH, qkv, out_BLNH, lse_BLN, causal=self.causal)
+
+
+def _blocks(x: Tensor, first: int, count: int, size: int) -> Tensor:
+    """View of ``count`` neighbouring blocks of ``size`` rows."""
+    rows = x.narrow(0, first, count * size)
+    return rows[None] if count == 1 else rows.unflatten(0, (count, size))
 
 
 class LaunchedAlone(Task):
@@ -128,118 +148,6 @@ class MaskedTask(LaunchedAlone):
 def finite(lse: Tensor) -> Tensor:
     """Log-sum-exps with 0 for those of queries that saw no key, to subtract from others."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
-
-
-Rows = slice | Tensor
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PackedTask:
-    """Tasks between two ranks as one launch of the flash kernel, by the offsets of their blocks. Q queries."""
-
-    query_rows: Rows
-    """Neighbouring ones, or an index; a query is there once at most."""
-    key_rows: Rows
-    query_offsets: Tensor
-    key_offsets: Tensor
-    longest: tuple[int, int]
-    """Queries and keys of the largest block."""
-    causal: bool
-    window: tuple[int, int] | None = None
-    """How many keys before and after its own place a query sees, -1: all; None: no window."""
-
-    def is_of_all(self, num_queries: int, num_keys: int) -> bool:
-        """Whether it is of so many queries and keys, each where it lies."""
-        return self.query_rows == slice(0, num_queries) and self.key_rows == slice(0, num_keys)
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Rows of ``x`` [t, ...]: ``[Q, ...]``; a view where they are neighbours, else a copy."""
-        return x[self.query_rows]
-
-    def keys(self, x: Tensor) -> Tensor:
-        """Rows of the keys, as of :meth:`queries`."""
-        return x[self.key_rows]
-
-    def put_queries(self, x: Tensor, rows: Tensor) -> None:
-        """Write changed rows of :meth:`queries` back, if they are no view."""
-        if isinstance(self.query_rows, Tensor):
-            x.index_copy_(0, self.query_rows, rows)
-
-    def add_to_queries(self, x: Tensor, rows: Tensor) -> None:
-        """Add to the rows of the queries."""
-        _add(x, self.query_rows, rows)
-
-    def add_to_keys(self, x: Tensor, rows: Tensor) -> None:
-        """Add to the rows of the keys."""
-        _add(x, self.key_rows, rows)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output ``[Q, N, H]`` and log-sum-exps ``[Q, N]``."""
-        out, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
-            q.contiguous(), k.contiguous(), v.contiguous(), self.query_offsets, self.key_offsets, *self.longest, 0.0,
-            self.causal, False, **self._sides,
-        )  # fmt: skip
-        return out, lse_NQ.T
-
-    def attend_backward(
-        self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of ``qkv``, given the output and log-sum-exps over all keys."""
-        q, k, v = (x.contiguous() for x in qkv)
-        no_dropout, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous(), self.query_offsets, self.key_offsets,
-            *self.longest, 0.0, self.causal, no_dropout, unused, **self._sides,
-        )  # fmt: skip
-        return dq, dk, dv
-
-    @property
-    def _sides(self) -> dict[str, int]:
-        return {} if self.window is None else dict(zip(("window_size_left", "window_size_right"), self.window))
-
-
-def packed(tasks: Sequence[Task], device: torch.device) -> tuple[PackedTask, ...]:
-    """Pack ``tasks`` into as few launches as can be: each is causal or not, and has a query once at most."""
-    launches: list[list[Task]] = []
-    for task in tasks:
-        for launch in launches:
-            last = launch[-1]
-            if last.causal == task.causal and last.query + last.count * last.num_queries <= task.query:
-                launch.append(task)
-                break
-        else:
-            launches.append([task])
-    return tuple(_packed(launch, device) for launch in launches)
-
-
-def _packed(tasks: Sequence[Task], device: torch.device) -> PackedTask:
-    queries = np.repeat([task.num_queries for task in tasks], [task.count for task in tasks])
-    keys = np.repeat([task.num_keys for task in tasks], [task.count for task in tasks])
-    return PackedTask(
-        query_rows=_rows([(task.query, task.count * task.num_queries) for task in tasks], device),
-        key_rows=_rows([(task.key, task.count * task.num_keys) for task in tasks], device),
-        query_offsets=_offsets(queries, device),
-        key_offsets=_offsets(keys, device),
-        longest=(int(queries.max()), int(keys.max())),
-        causal=tasks[0].causal,
-    )
-
-
-def _rows(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-    if all(start + length == after for (start, length), (after, _) in pairwise(runs)):
-        return slice(runs[0][0], runs[-1][0] + runs[-1][1])
-    return to_device(np.concatenate([np.arange(start, start + length) for start, length in runs]), device)
-
-
-def _offsets(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
-
-
-def _add(x: Tensor, rows: Rows, values: Tensor) -> None:
-    if isinstance(rows, slice):
-        x[rows].add_(values)
-    else:
-        x.index_add_(0, rows, values.to(x.dtype))
 
 
 def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
@@ -323,13 +231,9 @@ def attend_block_backward(
     else:
         dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal=causal)
     num_kv_heads = k_BSKH.shape[2]
-    dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
+    if q.shape[1] > num_kv_heads:
+        dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def uses_flash(q: Tensor) -> bool:
-    """Whether the flash kernel takes these queries."""
-    return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _heads_first(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,8 @@ from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.head_exchange import Core, UlyssesShards, ulysses_attention
-from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import ring_attention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

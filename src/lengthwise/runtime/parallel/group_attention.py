@@ -30,7 +30,8 @@ from lengthwise.runtime.parallel.group_exchange import (
     trade_group,
     trade_group_gradients,
 )
-from lengthwise.runtime.parallel.ring_attention import Ring, sink_gradients
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import sink_gradients
 
 RingOf = Callable[[Tensor, range], Ring]
 """The attention of this rank alone over all tokens, as tasks, which may differ by head: from queries ``[T, n, H]`` and

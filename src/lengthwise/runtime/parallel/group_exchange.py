@@ -19,7 +19,8 @@ from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.parallel.head_exchange import UlyssesShards
-from lengthwise.runtime.parallel.ring_attention import Ring, ring_backward, ring_forward
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 
 Run = tuple[int, int]
 """The first of neighbouring heads, and one past the last."""

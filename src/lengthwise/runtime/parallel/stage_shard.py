@@ -25,7 +25,7 @@ from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.group_exchange import HeadGroup, split_heads_in_groups
 from lengthwise.runtime.parallel.head_exchange import Neighbours, UlyssesShards
 from lengthwise.runtime.parallel.head_groups import GroupedAttention
-from lengthwise.runtime.parallel.ring_attention import GatheredBlocks, Ring
+from lengthwise.runtime.parallel.ring import GatheredBlocks, Ring
 from lengthwise.runtime.parallel.tokens import TokenShards
 from lengthwise.runtime.parallel.weights import GatheredWeights, Prefetch, WholeWeights
 

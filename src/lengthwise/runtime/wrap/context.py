@@ -26,7 +26,7 @@ from lengthwise.runtime.models.attention_view import in_order
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.group_exchange import HeadGroups
-from lengthwise.runtime.parallel.ring_attention import Ring
+from lengthwise.runtime.parallel.ring import Ring
 from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
 from lengthwise.runtime.state.update_overlap import WatchedBackward

@@ -21,7 +21,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend, attend_varlen, takes_windows
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
 from lengthwise.runtime.parallel.group_attention import attend_in_groups
-from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import ring_attention
 from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
