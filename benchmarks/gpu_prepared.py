@@ -73,15 +73,15 @@ def wait() -> None:
 
 def train_prepared(sizes: Sizes) -> dict[str, Any]:
     """Steps of ``auto``; the sequences of each are noted for the other sides."""
-    corpus, begun_s = corpus_of(sizes), time.perf_counter()
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    corpus, dtype = corpus_of(sizes), torch.bfloat16 if torch.cuda.is_available() else torch.float32
     with tempfile.TemporaryDirectory() as folder:
+        model, profile = model_of(sizes, dtype), Path(folder) / "profile.json"
+        begun_s = time.perf_counter()
         run = lengthwise.prepare(
-            model_of(sizes, dtype), corpus, tokens_per_step=sizes.tokens_per_step, steps=sizes.steps,
-            profile=Path(folder) / "profile.json",
-        )  # fmt: skip
+            model, corpus, tokens_per_step=sizes.tokens_per_step, steps=sizes.steps, profile=profile
+        )
         wait()
-        prepared_s = time.perf_counter() - begun_s
+        prepared_s, table = time.perf_counter() - begun_s, json.loads(profile.read_text())
         rows: list[dict[str, Any]] = []
         start_s = time.perf_counter()
         for step in run.steps():
@@ -92,13 +92,15 @@ def train_prepared(sizes: Sizes) -> dict[str, Any]:
             now_s = time.perf_counter()
             pipelines = step.plan.pipelines
             packs = [micro_batch for pipeline in pipelines for micro_batch in pipeline.micro_batches]
-            bytes_of = [
-                [measured.peak_bytes, packs[measured.micro_batch].peak_bytes - pipelines[0].state_bytes]
-                for measured in step.measured
-            ]
+            planned = [packs[measured.micro_batch] for measured in step.measured]
+            state_bytes = pipelines[0].state_bytes
+            measured = {
+                "bytes": [[m.peak_bytes, p.peak_bytes - state_bytes] for m, p in zip(step.measured, planned)],
+                "micro_batch_s": [[m.time_s, p.time_s] for m, p in zip(step.measured, planned)],
+            }  # fmt: skip
             rows.append(
                 {
-                    "seconds": now_s - start_s, "predicted_s": step.plan.time_s, "bytes": bytes_of,
+                    "seconds": now_s - start_s, "predicted_s": step.plan.time_s, **measured,
                     "ids": [sequence for pack in packs for sequence in pack.pack.ids],
                     "tokens": sum(sum(pack.pack.lengths) for pack in packs),
                     "scheme": [pipeline.scheme.name for pipeline in pipelines], "packs": len(packs),
@@ -107,7 +109,7 @@ def train_prepared(sizes: Sizes) -> dict[str, Any]:
             )  # fmt: skip
             start_s = time.perf_counter()
         run.close()
-    return {"prepare_s": prepared_s, "steps": rows}
+    return {"prepare_s": prepared_s, "steps": rows, "profile": table}
 
 
 def train_padded(sizes: Sizes, side: str, steps: Sequence[Sequence[int]]) -> dict[str, Any]:

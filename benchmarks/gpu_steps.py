@@ -82,6 +82,7 @@ CASES = (
     Case(length=16_384, offloaded=NUM_LAYERS),
     Case(length=16_384, tile_tokens=4096),
     Case(length=16_384, recomputed=NUM_LAYERS, offloaded=NUM_LAYERS, tile_tokens=4096),
+    Case(length=4096, offloaded=NUM_LAYERS),
     Case(length=65_536, count=1),
     Case(length=65_536, count=1, recomputed=NUM_LAYERS),
     Case(length=65_536, count=1, recomputed=NUM_LAYERS, head_groups=4),
@@ -132,16 +133,24 @@ class Steps:
             torch.cuda.synchronize()
         return time.perf_counter() - begun_s
 
-    def measure(self, case: Case) -> dict[str, Any]:
+    def measure(self, case: Case, *, with_allocators: bool) -> dict[str, Any]:
         """Seconds and peak bytes; where the host waited; what the allocator reserved, and whether it could do with
         the peak and a margin."""
         plan = case.plan(self.spec.num_layers)
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         with waits_of(self.world.device) as waits:
-            self.run(plan)
-        row: dict[str, Any] = {"seconds": [self.run(plan) for _ in range(STEPS)], "waits": dict(waits)}
+            first_s = self.run(plan)
+        row: dict[str, Any] = {
+            "seconds": [self.run(plan) for _ in range(STEPS)],
+            "waits": dict(waits),
+            "first_s": first_s,
+        }
         if self.world.device.type != "cuda":
             return row
-        for name, settings in ALLOCATORS.items():
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        for name, settings in ALLOCATORS.items() if with_allocators else ():
             torch.cuda.memory._set_allocator_settings(settings)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -173,6 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="which, by number")
+    parser.add_argument("--allocators", action="store_true", help="also what they reserve, and steps in little memory")
     arguments = parser.parse_args()
     steps = Steps(small=arguments.small)
     with arguments.out.open("w") as file:
@@ -181,7 +191,7 @@ def main() -> None:
             if arguments.small:
                 case = replace(case, length=case.length // 256, tile_tokens=case.tile_tokens // 256)
             try:
-                row = steps.measure(case)
+                row = steps.measure(case, with_allocators=arguments.allocators)
             except Exception as error:  # the next case may do
                 row = {"error": f"{type(error).__name__}: {error}"[:1000]}
                 steps.state.discard_gradient()

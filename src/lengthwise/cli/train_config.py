@@ -11,7 +11,14 @@ from tempfile import TemporaryDirectory
 
 from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
 from lengthwise.cli.ending import ask_to_stop, error_of, way_on
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, check_torch, is_rank, torchrun
+from lengthwise.cli.launch import (
+    RUN_FOLDER_VARIABLE,
+    check_nproc,
+    check_torch,
+    is_rank,
+    prefer_expandable_segments,
+    torchrun,
+)
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted, missing_package
@@ -150,6 +157,7 @@ def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quie
     from lengthwise.cli.verify import verify_as_rank
     from lengthwise.cli.worker import run_worker
 
+    prefer_expandable_segments()
     check_trackers(config)
     verify_as_rank(config)
     run_worker(config, folder, resume=resume is not None, fall_back=fall_back, quiet=quiet)

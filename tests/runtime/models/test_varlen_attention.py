@@ -86,6 +86,7 @@ class RecordedKernel:
 
     def __call__(self, q, k, v, cu_q, cu_k, max_q, max_k, **options):
         self.cu_seqlens, self.longest, self.options, self.num_kv_heads = cu_q, max_q, options, k.shape[1]
+        self.head_size = q.shape[2]
         return attend_by_run(q, k, v, tuple(cu_q.tolist()))
 
 
@@ -105,9 +106,17 @@ def test_varlen_of_torch_2_10_is_given_a_flag_and_repeated_heads(monkeypatch):
     assert kernel.num_kv_heads == 4
 
 
+@pytest.mark.parametrize("size", [6, 12])
+def test_heads_are_padded_to_sizes_that_the_kernel_takes(size, monkeypatch):
+    kernel = RecordedKernel(monkeypatch, "is_causal")
+    qkv = random_qkv(9, 4, 2, size)
+    assert_same(attend_varlen(*qkv, (0, 4, 9)), textbook(*qkv, (0, 4, 9)))
+    assert kernel.head_size % 8 == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF_TOLERANCE)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 64), (4, 2, 6)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_varlen_kernel_equals_the_loop_on_gpu(dtype, heads, causal):
     if not torch.cuda.is_available():
@@ -115,7 +124,7 @@ def test_varlen_kernel_equals_the_loop_on_gpu(dtype, heads, causal):
     if not attention._varlen_parameters():
         pytest.skip("this torch has no varlen attention")
     cu_seqlens = pack_of(1, 64, 64, 200, 33).cu_seqlens
-    qkv = random_qkv(cu_seqlens[-1], *heads, 64, dtype=dtype, device="cuda")
+    qkv = random_qkv(cu_seqlens[-1], *heads, dtype=dtype, device="cuda")
     exact = [x.detach().double().requires_grad_() for x in qkv]
     expected = output_and_gradients(attend_by_run, exact, cu_seqlens, causal=causal)
     for function in (attend, attend_varlen, attend_by_run):

@@ -7,6 +7,7 @@ import numpy as np
 
 from lengthwise.core.layer_profile import LayerRow
 from lengthwise.cost.profiled.fitted import features
+from lengthwise.cost.profiled.launch_bound import launch_bound_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,16 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
     """Curves with the least errors relative to the seconds of each row, and lines over its bytes.
 
     Two layers and the rest are what a row took; a curve's error is a part of that, for what is small beside all else
-    may be wrong in itself.
+    may be wrong in itself. Curves of seconds leave out rows that are launch-bound (:func:`launch_bound_rows`).
     """
     columns = np.stack([features(row.lengths) for row in rows])
     row_s = np.array([2 * (row.forward_s + row.backward_s) + row.constant_s for row in rows])
     tokens, backward = columns[:, 1], [row.backward_bytes for row in rows]
+    timed = ~launch_bound_rows(columns, row_s)
 
     def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
-        used = columns if square else columns * (0.0, 1.0, 1.0)
-        coefficients, residuals = _non_negative(used, np.array(of), row_s / weight)
+        used = columns[timed] if square else columns[timed] * (0.0, 1.0, 1.0)
+        coefficients, residuals = _non_negative(used, np.array(of)[timed], row_s[timed] / weight)
         return QuadraticSeconds(a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals)
 
     return DegreeFit(

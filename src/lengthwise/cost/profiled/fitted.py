@@ -15,6 +15,7 @@ from lengthwise.core.cost import CostError, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.profiled.launch_bound import launch_bound_rows
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
 from lengthwise.cost.separable import Line, SchemeCache
 
@@ -44,7 +45,7 @@ class Fit:
     memory: tuple[Line, ...]
     """Bytes over the tokens of a micro-batch, beyond the model state, are the largest of these."""
     time_residuals: tuple[float, ...]
-    """Predicted over measured time, minus one, per row."""
+    """Predicted over measured time, minus one, per row; of launch-bound rows those beside the floor under them."""
     left_out: tuple[tuple[float, float, float], ...]
     """a, b and c fitted without each row in turn."""
 
@@ -84,6 +85,8 @@ def features(lengths: Sequence[int]) -> np.ndarray:
 def fit(table: ProfileTable) -> Fit:
     """Least relative errors with non-negative coefficients, so times and bytes grow with every length.
 
+    Seconds are those of rows that are not launch-bound: shorter packs may take longer than predicted.
+
     Raises:
         InputError: too few rows.
     """
@@ -93,11 +96,16 @@ def fit(table: ProfileTable) -> Fit:
     tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
     columns = np.stack([features(row.lengths) for row in table.rows])
-    (a, b, c), time_residuals = _fit_relative(columns, times)
-    others = [np.arange(len(times)) != row for row in range(len(times))]
+    is_floor = launch_bound_rows(columns, times)
+    a, b, c = _fit_relative(columns[~is_floor], times[~is_floor])
+    predicted = columns @ (a, b, c)
+    if is_floor.any():
+        predicted = np.maximum(predicted, np.median(times[is_floor]))
+    others = [~is_floor & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_floor)]
     return Fit(
-        a_s=a, b_s=b, c_s=c, memory=memory_lines(tokens, sizes), time_residuals=time_residuals,
-        left_out=tuple(_fit_relative(columns[rest], times[rest])[0] for rest in others),  # type: ignore[misc]
+        a_s=a, b_s=b, c_s=c, memory=memory_lines(tokens, sizes),
+        time_residuals=tuple((predicted / times - 1.0).tolist()),
+        left_out=tuple(_fit_relative(columns[rest], times[rest]) for rest in others),
     )  # fmt: skip
 
 
@@ -132,8 +140,8 @@ def memory_lines(tokens: np.ndarray, num_bytes: np.ndarray) -> tuple[Line, ...]:
     )
 
 
-def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Non-negative weights whose products come closest to ``target`` in relative terms, and their relative errors.
+def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[float, float, float]:
+    """Non-negative weights whose products come closest to ``target`` in relative terms.
 
     Least absolute errors by repeated least squares, weighted by the error of the round before: a row that a busy moment
     of the machine spoiled does not pull the others along.
@@ -147,7 +155,8 @@ def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float,
         weights = nnls(relative * trust[:, None], trust)[0]
         errors = relative @ weights - 1.0
         trust = 1.0 / np.sqrt(np.maximum(np.abs(errors), NEGLIGIBLE))
-    return tuple(map(float, weights / scale)), tuple(map(float, errors))
+    a, b, c = (weights / scale).tolist()
+    return a, b, c
 
 
 class FittedCost(ProfiledCost):

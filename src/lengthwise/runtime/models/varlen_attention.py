@@ -20,6 +20,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.host_copies import to_device
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD, _HEAD_STEP = 256, 8
+"""Of the flash kernel: the largest head, and what sizes of heads are multiples of."""
 _CAUSAL_WINDOW, _FULL_WINDOW = (-1, 0), (-1, -1)
 
 
@@ -40,7 +42,8 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, .
 
 def uses_varlen(q_TNH: Tensor) -> bool:
     """Whether the varlen flash kernel takes these queries."""
-    return q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and bool(_varlen_parameters())
+    is_for_kernel = q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and q_TNH.shape[-1] <= _LARGEST_HEAD
+    return is_for_kernel and bool(_varlen_parameters())
 
 
 def takes_windows(q_TNH: Tensor) -> bool:
@@ -76,7 +79,8 @@ def attend_varlen(
 ) -> Tensor:
     """Attention by ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16, one kernel for the whole pack.
 
-    ``window``: how many tokens before and after its own each token sees, where :func:`takes_windows`; None: all.
+    ``window``: how many tokens before and after its own each token sees, where :func:`takes_windows`; None: all. Heads
+    get zeros behind until their size is one that the kernel takes.
 
     Raises:
         InputError: this PyTorch has no varlen attention.
@@ -102,11 +106,14 @@ def attend_varlen(
             k_TKH, v_TKH = (x.repeat_interleave(group_size, dim=1) for x in (k_TKH, v_TKH))
     from torch.nn.attention.varlen import varlen_attn
 
-    offsets = device_offsets(cu_seqlens, q_TNH.device)
+    offsets, size = device_offsets(cu_seqlens, q_TNH.device), q_TNH.shape[-1]
+    if missing := -size % _HEAD_STEP:
+        q_TNH = q_TNH * ((size + missing) / size) ** 0.5  # the kernel divides by the root of the larger size
+        q_TNH, k_TKH, v_TKH = (F.pad(x, (0, missing)) for x in (q_TNH, k_TKH, v_TKH))
     q_TNH, k_TKH, v_TKH = (x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
     out = varlen_attn(q_TNH, k_TKH, v_TKH, offsets, offsets, longest, longest, **options)
     assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
-    return out
+    return out[..., :size] if missing else out
 
 
 def equal_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -286,21 +286,22 @@ class ShardedState(PulledWeights):
     def step(self, *, lr: float, clip: float) -> None:
         """Scale the pushed gradient by ``clip`` and let the optimizer update this rank's master weights.
 
-        Where ranks compute with the same weights before and after (``pulls_ahead``), those of a unit are on their way
-        while the next unit is updated.
+        A unit at a time: an optimizer of torch may allocate as much. Where ranks compute with the same weights before
+        and after (``pulls_ahead``), those of a unit are on their way while the next is updated.
         """
         self._is_pulled = False
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        if self.pulls_ahead and not self._is_alone and self.settings.make is None:
+            if self.settings.make is not None:
+                return update_at_once(self.optimizer, self.segments, clip)
+        if is_ahead := self.pulls_ahead and not self._is_alone and self.settings.make is None:
             self.finish_pull()
             self._coming = [None] * self.table.num_units
-            for unit in update_by_unit(self.optimizer, self.segments, clip, self.table.num_units):
+        for unit in update_by_unit(self.optimizer, self.segments, clip, self.table.num_units):
+            if is_ahead:
                 self._coming[unit] = self._pulled(unit)
-            self._is_pulled = True
-        elif self.optimizer is not None:
-            update_at_once(self.optimizer, self.segments, clip)
+        self._is_pulled = is_ahead
 
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
