@@ -139,9 +139,11 @@ def test_what_a_mask_function_knows_of_packs_is_left_out_where_ranks_share_them(
 
     shard, packed = shard_of(LENGTHS, rank=0, degree=2), torch.zeros(1, 10, dtype=torch.long)
     made = {
-        "within a pack": functions(torch.zeros(10))["within a pack"],
+        **functions(torch.zeros(10)),
         "causal and packed": masks.and_masks(strided(2), masks.packed_sequence_mask_function(packed)),
     }
+    if name not in made:
+        pytest.skip("this version of transformers makes no such mask")
     seen = sequence_mask(made[name], shard)(0, range(1), range(13), range(13))
     distance = torch.arange(13)[:, None] - torch.arange(13)
     assert torch.equal(seen.expand(13, 13), distance % 2 == 0)
