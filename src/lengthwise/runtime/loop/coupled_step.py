@@ -125,6 +125,7 @@ class CoupledStep(Step):
     def _keep(self, micro_batch: MicroBatch, values: Tensor, side: Tensor | None) -> None:
         """Keep the values of a micro-batch, and with them the graph if it has room."""
         shard, numbers = micro_batch.shard, micro_batch.sequence_ids
+        shard.forget_losses()
         form = self._said[0].values if self._said else None
         checked = check_values(values, len(numbers), form=form)
         if self._position in self._kept:

@@ -304,7 +304,7 @@ class Run(WatchedModel):
         self.note_recompiles(step.number)
         is_skipped = step.is_skipped or bool(step.result and step.result.is_skipped)
         self.ledger.count(step.plan, self.collator, is_skipped=is_skipped)
-        self.next_step += 1
+        self.wrapped_model.next_step = self.next_step = self.next_step + 1
         self._step, self._last_failure, self.collator = None, "", self._corpus_collator
         self._pending.clear()
         self._ahead.wait()  # before costs change

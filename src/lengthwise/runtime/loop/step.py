@@ -26,6 +26,7 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
@@ -172,7 +173,7 @@ class Step:
         """
         if self._current is None or self.is_over:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
-        micro_batch = self._current
+        micro_batch, loss, side = self._current, computed(loss), computed(side)
         if micro_batch.shard.stage_pass is not None:
             self._end_stage(micro_batch, loss, side, mean_over)
             return
@@ -224,6 +225,7 @@ class Step:
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
         terms = self._weighing.terms(micro_batch, loss, side, mean_over)
+        shard.forget_losses()
         # Without a mean over targets, other ranks still need this rank's part of the backward.
         has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
         return partial(backward, terms, None if has_all else shard, scale=scale_of(self.run.state.loss_scaler))
@@ -348,8 +350,7 @@ class Step:
     def _close_loop(self) -> None:
         """End the loop over the micro-batches, which computes no more."""
         self.run.gradients.hide()
-        iterator = None if self._iterator is None else self._iterator()
-        if iterator is not None:
+        if self._iterator is not None and (iterator := self._iterator()) is not None:
             iterator.close()  # type: ignore[attr-defined]
         self._current = None
         if self.run.gather is not None:
@@ -367,9 +368,8 @@ class Step:
         """
         problem, *weights = self.run.inspect()
         update = OwnUpdate(
-            weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
-            micro_batches=self._own, shards=self._shards,
-            has_late_gradients=self.run.overlap is not None and self.run.overlap.has_late_gradients,
+            weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr, micro_batches=self._own,
+            shards=self._shards, has_late_gradients=bool(self.run.overlap and self.run.overlap.has_late_gradients),
         )  # fmt: skip
         problem = fault or problem or self.run.gradients.problem()
         if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):

@@ -278,6 +278,11 @@ class PackShard:
         padded = (*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids)))
         return tuple(next(counts) if sequence >= 0 else 0 for sequence in padded)
 
+    def forget_losses(self) -> None:
+        """Let go of the losses of forwards, which were compared with what the loop handed over."""
+        for forward in self.passes:
+            forward.noted = None
+
     def note_out_of_memory(self, error: Exception) -> None:
         """Record that this rank ran out of memory, of its device or of its host."""
         self.has_failed, self.failed_on_host = True, isinstance(error, HostMemoryError)

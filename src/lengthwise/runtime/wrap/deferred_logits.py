@@ -7,6 +7,7 @@ on chunks of tokens; every other operation gets the whole matrix, so that any co
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -20,14 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.wrap.deferred_loss import METADATA, QUERIES, DeferredLoss
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """A function that acts on each number by itself, and its further arguments."""
 
-_METADATA = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_cuda", "is_meta", "is_leaf"}
-_QUERIES = {Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
+_METADATA = METADATA | {"requires_grad", "grad_fn", "is_leaf"}
 _CASTS = {Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to}
 _SCALES = {
     Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, Tensor.__truediv__, torch.div, Tensor.tanh,
@@ -68,7 +69,7 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Defer casts, scales and views, reduce by chunks, and compute the whole matrix for anything else."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func in _QUERIES or (name == "__get__" and func.__self__.__name__ in _METADATA):
+        if func in QUERIES or (name == "__get__" and func.__self__.__name__ in _METADATA):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = args[0] if args else None
@@ -176,23 +177,26 @@ class DeferredLogits(Tensor):
             return NotImplemented
         is_plain = all(func in _CASTS for func, _, _ in self._calls) and not label_smoothing
         if reduction in ("mean", "sum") and is_plain and self.dtype == _wide(self._hidden.dtype):
-            targets = target.masked_fill(target == ignore_index, IGNORE)
-            with torch._C.DisableTorchFunction():
-                loss = chunked_cross_entropy(
-                    self._hidden, self._weights[0], targets, chunk_tokens=self._chunk, bias_V=self._weights[1]
-                )
-        else:
-            loss = self._by_chunks(
-                lambda logits_CV, target_C: F.cross_entropy(
-                    logits_CV, target_C, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-                ),
-                target,
+            inputs = [self._hidden, target, *(x for x in self._weights if x is not None)]
+            compute = partial(self._fused_cross_entropy, target, ignore_index, reduction)
+            return DeferredLoss(compute, inputs=inputs, dtype=self.dtype)
+        loss = self._by_chunks(
+            lambda logits_CV, target_C: F.cross_entropy(
+                logits_CV, target_C, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+            ),
+            target,
+        )
+        loss = loss if reduction == "none" else loss.sum()
+        return _mean(loss, target, ignore_index) if reduction == "mean" else loss
+
+    def _fused_cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """The mean or sum over targets, whose gradients are made with it."""
+        targets = target.masked_fill(target == ignore_index, IGNORE)
+        with torch._C.DisableTorchFunction():
+            loss = chunked_cross_entropy(
+                self._hidden, self._weights[0], targets, chunk_tokens=self._chunk, bias_V=self._weights[1]
             )
-            loss = loss if reduction == "none" else loss.sum()
-        if reduction != "mean":
-            return loss
-        count = (target != ignore_index).sum()
-        return torch.where(count > 0, loss / count.clamp(min=1), torch.nan)  # as torch: no number, and no gradient
+        return _mean(loss, target, ignore_index) if reduction == "mean" else loss
 
     def _gathered(self, dim: int, index: Tensor) -> Any:
         if dim not in (-1, self.dim() - 1) or index.shape[:-1] != self.shape[:-1]:
@@ -222,6 +226,12 @@ class DeferredLogits(Tensor):
             ]
             joined = torch.cat(results)
             return joined.reshape(*self._hidden.shape[:-1], *joined.shape[1:])
+
+
+def _mean(loss: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The mean of a sum over targets; of none no number, and no gradient, as in torch."""
+    count = (target != ignore_index).sum()
+    return torch.where(count > 0, loss / count.clamp(min=1), torch.nan)
 
 
 def _apply(calls: tuple[Call, ...], logits: Tensor) -> Tensor:

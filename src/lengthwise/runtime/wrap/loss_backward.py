@@ -17,7 +17,7 @@ Roots = tuple[tuple[GradientEdge, Tensor], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm:
-    """A number to differentiate, and its weight in the step."""
+    """A number to differentiate, computed, and its weight in the step."""
 
     value: Tensor
     weight: float

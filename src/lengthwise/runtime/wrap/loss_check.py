@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor
 
 MeanOver = Literal["targets", "tokens", "units", "step"]
@@ -32,12 +33,18 @@ class NotedLoss:
     def __init__(self, loss: Tensor | None, output: Any) -> None:
         """``loss``: that the forward returned; ``output``: that one is to be made of, if it was kept."""
         self._loss = None if loss is None else ref(loss)
-        self.value = None if loss is None else loss.detach()
+        self._value = loss if loss is None or isinstance(loss, DeferredLoss) else loss.detach()
         self.output = output
+
+    @property
+    def value(self) -> Tensor | None:
+        """The loss, computed now if it was not; None: the forward returned none."""
+        return None if self._value is None else self._value.detach()
 
     def is_loss(self, loss: Tensor) -> bool:
         """Whether this is the very tensor that the forward returned."""
-        return self._loss is not None and self._loss() is loss
+        returned = None if self._loss is None else self._loss()
+        return returned is loss or (isinstance(returned, DeferredLoss) and returned.is_made_of(loss))
 
 
 class LossCheck:
@@ -61,6 +68,8 @@ class LossCheck:
         values = [note.value for note in noted if note.value is not None]
         with torch.no_grad():
             values += [wrapped_model.loss_of(note.output, micro_batch) for note in noted if note.output is not None]
+        if micro_batch.shard.has_failed:
+            return
         if not values and wrapped_model.has_own_loss and not self.needs_output:
             self.needs_output = True  # the next micro-batch's is looked at
             return

@@ -17,6 +17,7 @@ from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
 from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.deferred_logits import DeferredHead
+from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
@@ -26,6 +27,7 @@ from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_lo
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
+from lengthwise.runtime.wrap.loss_guard import guard_losses
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
@@ -84,7 +86,7 @@ class WrappedModel:
         self._is_frozen, self._loss, self._inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels = LabelConvention()
         """The label convention of a transformers model."""
-        self._plain = 0
+        self._plain, self.next_step = 0, 0  # the step that its weights are for, counted by the run
         self._outputs = OutputStructure()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
@@ -294,11 +296,8 @@ class WrappedModel:
         if self._inputs is not None:
             return self._inputs(micro_batch)
         inputs = self._inputs_of_pack(micro_batch)
-        optional = {
-            name
-            for name, parameter in signature(self._forward).parameters.items()
-            if parameter.default is not parameter.empty
-        }
+        parameters = signature(self._forward).parameters.items()
+        optional = {name for name, parameter in parameters if parameter.default is not parameter.empty}
         positions = POSITIONS if self.structure.is_hugging_face else optional & set(POSITIONS)
         added = ("shift_labels", "use_cache", *positions)
         stock = {name: value for name, value in inputs.items() if name not in added}
@@ -309,9 +308,9 @@ class WrappedModel:
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """Return the loss from the output of the forward."""
         if self._loss is not None:
-            return self._loss(output, micro_batch)
+            return cast(Tensor, computed(self._loss(output, micro_batch)))
         if (loss := self._loss_in(output)) is not None:
-            return loss
+            return cast(Tensor, computed(loss))
         raise InputError(
             f"{type(self.model).__name__} returns no loss; say how to make one: "
             "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
@@ -370,6 +369,7 @@ class WrappedModel:
             return self._outputs.not_computed()
         forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)
         self._outputs.note(output)
+        guard_losses(output, shard, self, is_gathered=self.layers.gather is not None)
         if not self._is_frozen:
             loss = None if self.has_own_loss else self._loss_in(output)
             forward.noted = NotedLoss(loss, output if self.has_own_loss and self.keeps_output else None)
