@@ -93,6 +93,23 @@ def unique_tokens(members: int, share: float) -> int:
     return prompts + sum(int(member["answer"].sum()) for unit in units for member in unit)
 
 
+def multiply_adds(members: int, share: float, *, shares_prefixes: bool) -> float:
+    """Multiply-adds of all counted steps, forward and backward; of attention those that no mask hides."""
+    hidden, ffn, layers, vocabulary = SIZES.values()
+    tokens = pairs = 0
+    for unit in groups(members, share)[GROUPS:]:
+        answers = [int(member["answer"].sum()) for member in unit]
+        prompt = len(unit[0]["input_ids"]) - answers[0]
+        before, sequences = 0, [prompt + answer for answer in answers]
+        if shares_prefixes:  # the last token of the prompt is every branch's own
+            before, sequences = prompt - 1, [answer + 1 for answer in answers]
+        tokens += before + sum(sequences)
+        pairs += before * (before + 1) // 2 + sum(size * before + size * (size + 1) // 2 for size in sequences)
+    of_layers = 3 * tokens * (4 * hidden**2 + 3 * hidden * ffn)
+    of_attention = 7 * pairs * hidden  # two products forward and five backward
+    return layers * (of_layers + of_attention) + 4 * tokens * hidden * vocabulary  # logits are made again backward
+
+
 def measure(num_ranks: int, members: int, share: float, rounds: int) -> dict[str, Any]:
     """Ratios by round of seconds, and of CPU seconds of the busier rank; of tokens; and how far losses differ."""
     ratios, found = {"seconds": list[float](), "cpu_seconds": list[float]()}, {}
@@ -111,7 +128,9 @@ def measure(num_ranks: int, members: int, share: float, rounds: int) -> dict[str
                 of_rounds.append(apart / shared)
             print(members, share, {name: of_rounds[-1] for name, of_rounds in ratios.items()}, flush=True)
     apart, shared = found[False][0], found[True][0]
+    products = [multiply_adds(members, share, shares_prefixes=side) for side in (False, True)]
     return ratios | {
+        "products": products[0] / products[1],
         "tokens": apart["tokens"] / shared["tokens"],
         "computed": shared["tokens"] / unique_tokens(members, share),
         "error": abs(apart["loss"] - shared["loss"]) / abs(apart["loss"]),
@@ -133,7 +152,7 @@ def main() -> None:
         rows.append(
             (
                 members, f"{share:.0%}", f"{found['tokens']:.2f}x", f"{found['computed']:.4f}",
-                f"{median(busier):.2f}x", f"{median(faster):.2f}x", between,
+                f"{found['products']:.2f}x", f"{median(busier):.2f}x", f"{median(faster):.2f}x", between,
             )
         )  # fmt: skip
         name = f"{members} rollouts, prompts of {share:.0%}"
@@ -153,7 +172,11 @@ def main() -> None:
                 title="Steps of groups of rollouts",
                 text=(
                     "Fewer tokens bounds what the step can gain where all operators but attention count; what branches "
-                    "attend to is the same on both sides. The last token of a prompt, which predicts the answer, is "
+                    "attend to is the same on both sides. Fewer multiply-adds, of all matrix products and of attention "
+                    "without what its mask hides, is what the step gains where every product takes the time of its "
+                    "size and nothing else takes any: what CPU seconds have above it is of attention in blocks, which "
+                    "computes more of what the mask hides in longer sequences, and of caches, which hold more of "
+                    "fewer tokens. The last token of a prompt, which predicts the answer, is "
                     "computed by every branch. CPU seconds are in user mode, of the busier rank in the median step: "
                     "page faults of large tensors come and go from step to step, mostly without sharing, and are left "
                     "out. Other work on this machine slows the sides of a round by different amounts, which the last "
@@ -165,6 +188,7 @@ def main() -> None:
                     "prompts' tokens",
                     "fewer tokens",
                     "over distinct",
+                    "fewer multiply-adds",
                     "fewer CPU seconds",
                     "faster",
                     "rounds",
