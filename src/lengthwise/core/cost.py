@@ -50,7 +50,8 @@ class CostModel(Protocol):
     """Seconds and bytes of a scheme. Times grow with every length, bytes with the number of tokens.
 
     Times are separable, so that planners price thousands of sequences at once: a micro-batch costs
-    ``overhead_s(scheme) + sum(sequence_times_s(lengths, scheme))``, which is what ``time_s`` returns.
+    ``overhead_s(scheme) + sum(sequence_times_s(lengths, scheme))``, which is what ``time_s`` returns, unless launching
+    its kernels takes longer (``launch_s(scheme)``, of costs that have it): by that plans are priced, not searched.
     """
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:

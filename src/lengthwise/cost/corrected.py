@@ -38,7 +38,12 @@ class CorrectedCost:
 
     def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
         """Seconds of one micro-batch that packs sequences of ``lengths``."""
-        return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
+        time_s = float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
+        return max(time_s, self.launch_s(scheme))
+
+    def launch_s(self, scheme: PipelineConfig) -> float:
+        """Seconds that a micro-batch takes at least, times the degree's factor."""
+        return self.base.launch_s(scheme) * self.time_factors.get(scheme.degree, 1.0)
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in exposed communication, times the degree's factor."""

@@ -35,6 +35,11 @@ class ForwardOnlyCost:
         """Seconds of one micro-batch that packs sequences of ``lengths``."""
         return FORWARD_SHARE * self.training.time_s(lengths, _kept(scheme))
 
+    def launch_s(self, scheme: PipelineConfig) -> float:
+        """Seconds that a micro-batch takes at least, as far as the cost of training knows them."""
+        launch_s = getattr(self.training, "launch_s", None)
+        return 0.0 if launch_s is None else FORWARD_SHARE * float(launch_s(_kept(scheme)))
+
     def update_s(self, strategy: Strategy) -> float:
         """Seconds of an update, of which there is none."""
         return 0.0

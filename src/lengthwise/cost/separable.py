@@ -173,7 +173,12 @@ class SeparableCost(ABC):
 
     def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
         """Seconds of one micro-batch that packs sequences of ``lengths``, forward and backward."""
-        return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
+        time_s = float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
+        return max(time_s, self.launch_s(scheme))
+
+    def launch_s(self, scheme: PipelineConfig) -> float:
+        """Seconds that a micro-batch takes at least, since its kernels are launched; 0 if unknown."""
+        return 0.0
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in exposed communication; 0, since this model does not know them."""
@@ -207,7 +212,8 @@ class SeparableCost(ABC):
         return self._util_tokens(scheme)
 
     def _find_util_tokens(self, scheme: PipelineConfig) -> int:
-        rates = UTIL_LENGTHS / (self.sequence_times_s(UTIL_LENGTHS, scheme) + self.overhead_s(scheme))
+        times_s = self.sequence_times_s(UTIL_LENGTHS, scheme) + self.overhead_s(scheme)
+        rates = UTIL_LENGTHS / np.maximum(times_s, self.launch_s(scheme))
         return int(UTIL_LENGTHS[np.argmax(rates >= UTIL_SHARE * rates.max())])
 
     def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:

@@ -19,6 +19,8 @@ class QuadraticSeconds:
     c_s: float
     residuals: tuple[float, ...]
     """Fitted less measured, as a part of what the whole row took."""
+    launch_s: float
+    """Seconds of the rows that launching took; 0: none is launch-bound."""
 
     def of_sequences(self, length: np.ndarray) -> np.ndarray:
         """Seconds that each sequence adds."""
@@ -68,12 +70,16 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
     columns = np.stack([features(row.lengths) for row in rows])
     row_s = np.array([2 * (row.forward_s + row.backward_s) + row.constant_s for row in rows])
     tokens, backward = columns[:, 1], [row.backward_bytes for row in rows]
-    timed = ~launch_bound_rows(columns, row_s)
+    launched = launch_bound_rows(columns, row_s)
+    timed = ~launched
 
     def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
         used = columns[timed] if square else columns[timed] * (0.0, 1.0, 1.0)
         coefficients, residuals = _non_negative(used, np.array(of)[timed], row_s[timed] / weight)
-        return QuadraticSeconds(a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals)
+        return QuadraticSeconds(
+            a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals,
+            launch_s=float(np.median(np.array(of)[launched])) if launched.any() else 0.0,
+        )  # fmt: skip
 
     return DegreeFit(
         forward=seconds([row.forward_s for row in rows], weight=2),

@@ -151,6 +151,10 @@ class DualLayerCost(SeparableCost):
         reduced_s = 0.0 if reduction is None else reduction.least_s
         return gather_s + max(of_stages) + self.sent_s(scheme)[1] + reduced_s
 
+    def launch_s(self, scheme: PipelineConfig) -> float:
+        """Seconds of the stage whose kernels take longest to launch."""
+        return max(sum(part.launch_s for part in layers) for layers in self._stages(scheme))
+
     def reduction(self, scheme: PipelineConfig) -> ReductionTime | None:
         """Seconds of a micro-batch in reducing gradients to shares; None where whole ones are kept."""
         return self._unit_reductions(scheme)

@@ -28,7 +28,7 @@ LEAST_B_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
 
-COEFFICIENTS = ("a_s", "b_s", "c_s")
+COEFFICIENTS = ("a_s", "b_s", "c_s", "launch_s")
 """Fields of a fit that are averaged over the layers of a scheme with several methods."""
 
 
@@ -42,6 +42,8 @@ class Fit:
     """Seconds per token."""
     c_s: float
     """Seconds per micro-batch."""
+    launch_s: float
+    """Seconds that a micro-batch takes at least, of rows that are launch-bound; 0: none is."""
     memory: tuple[Line, ...]
     """Bytes over the tokens of a micro-batch, beyond the model state, are the largest of these."""
     time_residuals: tuple[float, ...]
@@ -65,7 +67,7 @@ class Fit:
 
     def time_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a micro-batch."""
-        return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
+        return max(self.launch_s, float(features(lengths) @ (self.a_s, self.b_s, self.c_s)))
 
     def confidence(self, lengths: Sequence[int]) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out.
@@ -73,6 +75,7 @@ class Fit:
         Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured.
         """
         times = np.array([*self.left_out, (self.a_s, self.b_s, self.c_s)]) @ features(lengths)
+        times = np.maximum(times, self.launch_s)
         return float(times.min()), float(times.max())
 
 
@@ -85,7 +88,7 @@ def features(lengths: Sequence[int]) -> np.ndarray:
 def fit(table: ProfileTable) -> Fit:
     """Least relative errors with non-negative coefficients, so times and bytes grow with every length.
 
-    Seconds are those of rows that are not launch-bound: shorter packs may take longer than predicted.
+    Coefficients are those of rows that are not launch-bound, which give what a micro-batch takes at least.
 
     Raises:
         InputError: too few rows.
@@ -98,12 +101,11 @@ def fit(table: ProfileTable) -> Fit:
     columns = np.stack([features(row.lengths) for row in table.rows])
     is_floor = launch_bound_rows(columns, times)
     a, b, c = _fit_relative(columns[~is_floor], times[~is_floor])
-    predicted = columns @ (a, b, c)
-    if is_floor.any():
-        predicted = np.maximum(predicted, np.median(times[is_floor]))
+    launch_s = float(np.median(times[is_floor])) if is_floor.any() else 0.0
+    predicted = np.maximum(columns @ (a, b, c), launch_s)
     others = [~is_floor & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_floor)]
     return Fit(
-        a_s=a, b_s=b, c_s=c, memory=memory_lines(tokens, sizes),
+        a_s=a, b_s=b, c_s=c, launch_s=launch_s, memory=memory_lines(tokens, sizes),
         time_residuals=tuple((predicted / times - 1.0).tolist()),
         left_out=tuple(_fit_relative(columns[rest], times[rest]) for rest in others),
     )  # fmt: skip
@@ -184,6 +186,10 @@ class FittedCost(ProfiledCost):
         reduction = self.reduction(scheme)
         reduced_s = 0.0 if reduction is None else reduction.least_s
         return self._fits(scheme).c_s + reduced_s + (0.0 if scheme.is_plain else self._offload.overhead_s(scheme))
+
+    def launch_s(self, scheme: PipelineConfig) -> float:
+        """Seconds in which a micro-batch's kernels are launched, as far as rows tell."""
+        return self._fits(scheme).launch_s
 
     def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out."""

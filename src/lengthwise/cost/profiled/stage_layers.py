@@ -41,15 +41,24 @@ class StageLayers(NamedTuple):
     @property
     def fixed_s(self) -> float:
         """Seconds whatever the tokens."""
-        fit, rest_s = self.fit, self.rest * self.fit.constant.c_s + self.fixed_copy_s
-        if self.selective is None:
-            return (self.num_layers + self.recomputed) * fit.forward.c_s + self.num_layers * fit.backward.c_s + rest_s
-        selective_s = self.selective.forward.c_s + self.selective.backward.c_s
-        return (
-            (self.num_layers - self.recomputed) * (fit.forward.c_s + fit.backward.c_s)
-            + self.recomputed * selective_s
-            + rest_s
+        return self._summed("c_s") + self.fixed_copy_s
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds in which a micro-batch's kernels are launched."""
+        return self._summed("launch_s")
+
+    def _summed(self, name: str) -> float:
+        """Seconds of all layers, forward and backward, and of the rest, by a coefficient of their curves."""
+        forward_s, backward_s, rest_s = (
+            float(getattr(curve, name)) for curve in (self.fit.forward, self.fit.backward, self.fit.constant)
         )
+        if self.selective is None:
+            layers_s = (self.num_layers + self.recomputed) * forward_s + self.num_layers * backward_s
+        else:
+            again_s = sum(float(getattr(curve, name)) for curve in (self.selective.forward, self.selective.backward))
+            layers_s = (self.num_layers - self.recomputed) * (forward_s + backward_s) + self.recomputed * again_s
+        return layers_s + self.rest * rest_s
 
     @property
     def kept(self) -> list[tuple[float, LinearBytes]]:

@@ -98,6 +98,12 @@ class Candidate:
         return self.cost.overhead_s(self.scheme)
 
     @cached_property
+    def launch_s(self) -> float:
+        """Seconds per stage that a micro-batch takes at least, since its kernels are launched; 0 if unknown."""
+        launch_s = getattr(self.cost, "launch_s", None)
+        return 0.0 if launch_s is None else float(launch_s(self.scheme))
+
+    @cached_property
     def reduction(self) -> ReductionTime | None:
         """Seconds of reducing a micro-batch's gradients to shares; None where whole ones are kept."""
         reduction = getattr(self.cost, "reduction", None)

@@ -90,7 +90,8 @@ def _times_without_filler_s(priced: PricedBatch, phase: Phase) -> list[list[floa
         packs_of_candidate = [packs[number] for number in mine]
         starts = [0, *accumulate(map(len, packs_of_candidate))][:-1]
         positions = list(chain.from_iterable(packs_of_candidate))
-        sums_s[mine] = np.add.reduceat(priced.times_s(candidate)[positions], starts) + priced.overhead_s(candidate)
+        computed_s = np.add.reduceat(priced.times_s(candidate)[positions], starts) + priced.overhead_s(candidate)
+        sums_s[mine] = np.maximum(computed_s, candidate.launch_s)
     each_s = iter(sums_s.tolist())
     return [
         _padded_times_s(priced, pipeline) if pipeline.padded_to else list(islice(each_s, len(pipeline.packs)))
@@ -101,8 +102,11 @@ def _times_without_filler_s(priced: PricedBatch, phase: Phase) -> list[list[floa
 def _padded_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
     each_s = pipeline.candidate.times_s(np.array(pipeline.padded_to)).tolist()
     overhead_s, per_sequence = pipeline.candidate.overhead_s, priced.problem.overhead_per_sequence
-    counts = [max(pipeline.rows, len(pack)) for pack in pipeline.packs]
-    return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
+    counts, launch_s = [max(pipeline.rows, len(pack)) for pack in pipeline.packs], pipeline.candidate.launch_s
+    return [
+        max(launch_s, time_s * count + overhead_s * (count if per_sequence else 1))
+        for time_s, count in zip(each_s, counts)
+    ]
 
 
 def runs_of(pipeline: PipelineDraft) -> tuple[Candidate, ...]:
