@@ -42,13 +42,16 @@ def train(memory_gib, folder, has_groups=True):
     finally:
         longer_sequences.check_exact, longer_sequences._num_head_groups = check_exact, number
     groups = noted_schemes(run, lambda scheme: scheme.head_groups)
+    scores = run.score(rows, lambda output, micro_batch: output[0][0].mean(-1))
     losses = step_through(run)[0]
     run.close()
-    return losses, groups, compared, weights_of(run.model)
+    return losses, groups, compared, weights_of(run.model), scores
 
 
 def assert_trains_alike(trained, expected):
-    for (losses, groups, compared, weights), whole in zip(trained, expected, strict=True):
+    for (losses, groups, compared, weights, scores), whole in zip(trained, expected, strict=True):
+        for found, other in zip(scores, whole[4], strict=True):
+            np.testing.assert_allclose(found, other, rtol=1e-11)
         assert not whole[2] and set(whole[1].values()) == {1}
         assert groups[512] == 2 and compared[-1] == 2
         np.testing.assert_allclose(losses, whole[0], rtol=1e-11)

@@ -135,9 +135,12 @@ def test_models_of_transformers_are_tiled_where_they_can_be():
 
 
 def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tmp_path):
-    """2.6 MiB hold 512 tokens of a small model with all layers recomputed in tiles alone; no number changes by them."""
+    """2.6 MiB hold 512 tokens of a small model with all layers recomputed in tiles alone; no number changes by them.
+
+    Nor do scores, whose forwards are planned with tiles as well.
+    """
     rows = [np.arange(length) % models.VOCAB for length in (512, 40, 30, 200)]
-    found = []
+    found, first_scores = [], None
     for memory_gib in (1.0, 0.0026, 0.0026):
         torch.manual_seed(0)
         run = lw.prepare(
@@ -145,16 +148,24 @@ def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tm
             profile=tmp_path / f"{memory_gib}.json", sequences_per_step=2, steps=2, optimizer="sgd",
         )  # fmt: skip
         tiles = noted_schemes(run, lambda scheme: scheme.tile_tokens)
+        scores = run.score(rows, mean_logits)
         losses, names = step_through(run)[0], [] if run.wrapped_model.tiles is None else run.wrapped_model.tiles.names
         run.close()
         assert not any("forward" in vars(module) for module in run.model.modules())
         found.append((losses, tiles, names, weights_of(run.model)))
+        for found_scores, expected in zip(scores, first_scores or scores, strict=True):
+            np.testing.assert_allclose(found_scores, expected, rtol=1e-11)
+        first_scores = first_scores or scores
     whole, *tiled = found
     assert not any(whole[1].values()) and whole[2] == []
     for losses, tiles, names, weights in tiled:  # the second from the profile that the first has saved
         assert tiles[512] == 32 and sum(tiles.values()) == 32 and names == [f"layers.{block}.mlp" for block in range(3)]
         np.testing.assert_allclose(losses, whole[0], rtol=1e-11)
         assert_equal_weights(weights, whole[3])
+
+
+def mean_logits(output, micro_batch):
+    return output[0][0].mean(-1)
 
 
 class Dropping(models.GPT):

@@ -17,7 +17,8 @@ FORWARD_SHARE = 1 / 3
 class ForwardOnlyCost:
     """The seconds of the forward alone, and bytes that it needs at most: those where every layer recomputes.
 
-    Such a layer keeps its input until the backward, which a forward alone does not; all else is there in both.
+    Such a layer keeps its input until the backward, on the device or the host, which a forward alone does not; all else
+    is there in both. Nothing is copied to a host.
     """
 
     training: CostModel
@@ -60,13 +61,18 @@ class ForwardOnlyCost:
         """Tokens of a micro-batch that fits a device, at least."""
         return self.training.max_tokens(_recomputed(scheme), num_devices=num_devices)
 
+    def head_groups(self, degree: int) -> tuple[int, ...]:
+        """Into how many groups plans may cut the heads of each of ``degree`` ranks, as in training."""
+        groups = getattr(self.training, "head_groups", None)
+        return () if groups is None else tuple(groups(degree))
+
     def util_tokens(self, scheme: PipelineConfig) -> int:
         """Tokens of a micro-batch below which more micro-batches are not worth a try, as in training."""
         return self.training.util_tokens(_kept(scheme))
 
 
 def _kept(scheme: PipelineConfig) -> PipelineConfig:
-    return replace(scheme, recompute=(False,) * scheme.num_layers)
+    return replace(scheme, recompute=(False,) * scheme.num_layers, offload=())
 
 
 def _recomputed(scheme: PipelineConfig) -> PipelineConfig:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import GlobalBatch
@@ -153,7 +153,7 @@ def make_planner(
     Raises:
         InfeasibleError: the model's state or the longest sequence fits under no scheme.
     """
-    num_ranks = cluster.num_devices
+    num_ranks, measured = cluster.num_devices, _measured(cost)
     if options.max_degree is not None and options.max_degree > num_ranks:
         raise InputError(f"max_degree={options.max_degree}, and there are {num_ranks} ranks")
     search_space = SearchSpace(
@@ -164,9 +164,9 @@ def make_planner(
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
         offload=OffloadMode(options.offload),
         shard_gradients=GradientSharding(options.shard_gradients),
-        planned_tile=getattr(getattr(cost, "base", cost), "tile_tokens", 0),
+        planned_tile=getattr(measured, "tile_tokens", 0),
         has_selective=keeps_attention,
-        has_head_groups=not options.compile and isinstance(getattr(cost, "base", cost), DualLayerCost),
+        has_head_groups=not options.compile and isinstance(measured, DualLayerCost),
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
     is_steady = OrderSettings.of(options).is_steady
@@ -182,6 +182,14 @@ def make_planner(
     problem.check_fits(lengths.lengths)
     problem = replace(problem, is_waited_for=True)
     return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))
+
+
+def _measured(cost: CostModel) -> CostModel:
+    """The cost of forward and backward as it was measured: of forwards alone that of training, without corrections."""
+    measured: Any = cost.training if isinstance(cost, ForwardOnlyCost) else cost
+    while hasattr(measured, "base"):
+        measured = measured.base
+    return cast(CostModel, measured)
 
 
 def _lr_scaling(options: PrepareOptions, lengths: LengthIndex, objective: str) -> LrScaling | None:

@@ -92,6 +92,8 @@ LEANER = (
 )
 """Where the longest sequence does not fit otherwise; the leanest last."""
 IN_GROUPS = (
+    Rung(recomputed=0, offloaded=0),
+    Rung(recomputed=0, offloaded=0, is_tiled=True),
     Rung(recomputed=1, offloaded=0),
     Rung(recomputed=0, offloaded=1),
     Rung(recomputed=0, offloaded=1, is_tiled=True),
