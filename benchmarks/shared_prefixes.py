@@ -19,13 +19,21 @@ from typing import Any
 from method_ranks import Ranks
 from pages import Goal, Section, at_least, at_most, write
 
-SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 2048}
+LAYERS, VOCABULARY = 4, 2048
 GROUPS, STEPS = 4, 4
 """Groups of a step, and steps, of which the first is not counted."""
-CASES = ((8, 0.5), (8, 0.8), (16, 0.8), (16, 0.9))
-"""Rollouts of a prompt, and the share of all tokens that are prompts'."""
+CASES = ((128, 8, 0.5), (128, 8, 0.8), (128, 16, 0.8), (128, 16, 0.9), (512, 8, 0.8))
+"""Hidden size, rollouts of a prompt, and the share of all tokens that are prompts'."""
 ANSWER = 128
 """Median tokens of an answer."""
+
+
+def sizes(width: int) -> dict[str, int]:
+    """Of a Llama of this hidden size."""
+    return {
+        "hidden_size": width, "intermediate_size": width * 11 // 4, "num_hidden_layers": LAYERS,
+        "vocab_size": VOCABULARY,
+    }  # fmt: skip
 
 
 def groups(members: int, share: float) -> list[tuple[dict, ...]]:
@@ -37,10 +45,10 @@ def groups(members: int, share: float) -> list[tuple[dict, ...]]:
     for _ in range(GROUPS * STEPS):
         answers = np.clip(rng.lognormal(np.log(ANSWER), 0.6, members), 4, 4 * ANSWER).astype(int)
         length = round(float(answers.mean()) * share / (1 - share))
-        prompt = rng.integers(0, SIZES["vocab_size"], length)
+        prompt = rng.integers(0, VOCABULARY, length)
         unit = []
         for answer in answers.tolist():
-            tokens = np.concatenate([prompt, rng.integers(0, SIZES["vocab_size"], answer)])
+            tokens = np.concatenate([prompt, rng.integers(0, VOCABULARY, answer)])
             mask = (np.arange(len(tokens)) >= length).astype(np.int64)
             columns = {"answer": mask, "advantage": float(rng.normal()), "completion_mask": mask}
             unit.append({"input_ids": tokens, **columns})
@@ -48,7 +56,7 @@ def groups(members: int, share: float) -> list[tuple[dict, ...]]:
     return found
 
 
-def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dict[str, Any]:
+def train(width: int, members: int, share: float, shares_prefixes: bool, folder: str) -> dict[str, Any]:
     """Seconds and this rank's user-mode seconds of the steps after the first, the last loss, and tokens computed."""
     import torch
     from torch.nn import functional as F
@@ -57,8 +65,8 @@ def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dic
     import lengthwise
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
-    profile = Path(folder, f"{members}-{share}-{shares_prefixes}.json")
+    model = LlamaForCausalLM(LlamaConfig(**sizes(width), num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+    profile = Path(folder, f"{width}-{members}-{share}-{shares_prefixes}.json")
     run = lengthwise.prepare(
         model, groups(members, share), sequences_per_step=GROUPS, steps=STEPS, policy="auto", recompute="none",
         loss_columns=("answer", "advantage"), share_prefixes=shares_prefixes, device="cpu",
@@ -93,9 +101,9 @@ def unique_tokens(members: int, share: float) -> int:
     return prompts + sum(int(member["answer"].sum()) for unit in units for member in unit)
 
 
-def multiply_adds(members: int, share: float, *, shares_prefixes: bool) -> float:
-    """Multiply-adds of all counted steps, forward and backward; of attention those that no mask hides."""
-    hidden, ffn, layers, vocabulary = SIZES.values()
+def multiply_adds(width: int, members: int, share: float, *, shares_prefixes: bool) -> tuple[float, float]:
+    """Multiply-adds of all counted steps, forward and backward, and those of attention that no mask hides."""
+    hidden, ffn, layers, vocabulary = sizes(width).values()
     tokens = pairs = 0
     for unit in groups(members, share)[GROUPS:]:
         answers = [int(member["answer"].sum()) for member in unit]
@@ -107,10 +115,11 @@ def multiply_adds(members: int, share: float, *, shares_prefixes: bool) -> float
         pairs += before * (before + 1) // 2 + sum(size * before + size * (size + 1) // 2 for size in sequences)
     of_layers = 3 * tokens * (4 * hidden**2 + 3 * hidden * ffn)
     of_attention = 7 * pairs * hidden  # two products forward and five backward
-    return layers * (of_layers + of_attention) + 4 * tokens * hidden * vocabulary  # logits are made again backward
+    of_head = 4 * tokens * hidden * vocabulary  # logits are made again backward
+    return layers * (of_layers + of_attention) + of_head, layers * of_attention
 
 
-def measure(num_ranks: int, members: int, share: float, rounds: int) -> dict[str, Any]:
+def measure(num_ranks: int, width: int, members: int, share: float, rounds: int) -> dict[str, Any]:
     """Ratios by round of seconds, and of CPU seconds of the busier rank; of tokens; and how far losses differ."""
     ratios, found = {"seconds": list[float](), "cpu_seconds": list[float]()}, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +127,7 @@ def measure(num_ranks: int, members: int, share: float, rounds: int) -> dict[str
             for side in (False, True):
                 ranks = Ranks(num_ranks)
                 try:
-                    found[side] = ranks.run(train, members, share, side, folder)
+                    found[side] = ranks.run(train, width, members, share, side, folder)
                 finally:
                     ranks.close()
             for name, of_rounds in ratios.items():
@@ -126,11 +135,12 @@ def measure(num_ranks: int, members: int, share: float, rounds: int) -> dict[str
                     median(max(steps) for steps in zip(*(one[name] for one in found[side]))) for side in (False, True)
                 )
                 of_rounds.append(apart / shared)
-            print(members, share, {name: of_rounds[-1] for name, of_rounds in ratios.items()}, flush=True)
+            print(width, members, share, {name: of_rounds[-1] for name, of_rounds in ratios.items()}, flush=True)
     apart, shared = found[False][0], found[True][0]
-    products = [multiply_adds(members, share, shares_prefixes=side) for side in (False, True)]
+    products = [multiply_adds(width, members, share, shares_prefixes=side) for side in (False, True)]
     return ratios | {
-        "products": products[0] / products[1],
+        "products": products[0][0] / products[1][0],
+        "attention": products[0][1] / products[0][0],
         "tokens": apart["tokens"] / shared["tokens"],
         "computed": shared["tokens"] / unique_tokens(members, share),
         "error": abs(apart["loss"] - shared["loss"]) / abs(apart["loss"]),
@@ -144,18 +154,19 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     rows, goals = [], list[Goal]()
-    for members, share in CASES:
-        found = measure(options.ranks, members, share, options.rounds)
+    for width, members, share in CASES:
+        found = measure(options.ranks, width, members, share, options.rounds)
         assert found["error"] < 1e-3, f"the losses differ by {found['error']:.1e}"
         faster, busier = found["seconds"], found["cpu_seconds"]
         between = f"{min(faster):.2f} to {max(faster):.2f}"
         rows.append(
             (
-                members, f"{share:.0%}", f"{found['tokens']:.2f}x", f"{found['computed']:.4f}",
-                f"{found['products']:.2f}x", f"{median(busier):.2f}x", f"{median(faster):.2f}x", between,
+                width, members, f"{share:.0%}", f"{found['attention']:.0%}", f"{found['tokens']:.2f}x",
+                f"{found['computed']:.4f}", f"{found['products']:.2f}x", f"{median(busier):.2f}x",
+                f"{median(faster):.2f}x", between,
             )
         )  # fmt: skip
-        name = f"{members} rollouts, prompts of {share:.0%}"
+        name = f"hidden size {width}, {members} rollouts, prompts of {share:.0%}"
         if share == 0.8:
             goals.append(at_least(f"{name}, CPU seconds of the busier rank", median(busier), 3.0, "x"))
         goals.append(at_most(f"{name}, tokens computed over distinct ones", found["computed"], 1.01, "x"))
@@ -176,16 +187,19 @@ def main() -> None:
                     "without what its mask hides, is what the step gains where every product takes the time of its "
                     "size and nothing else takes any: what CPU seconds have above it is of attention in blocks, which "
                     "computes more of what the mask hides in longer sequences, and of caches, which hold more of "
-                    "fewer tokens. The last token of a prompt, which predicts the answer, is "
-                    "computed by every branch. CPU seconds are in user mode, of the busier rank in the median step: "
+                    "fewer tokens. Attention's share is that of multiply-adds without sharing: the longer sequences "
+                    "are for a model's width, the larger it is. The last token of a prompt, which predicts the answer, "
+                    "is computed by every branch. CPU seconds are in user mode, of the busier rank in the median step: "
                     "page faults of large tensors come and go from step to step, mostly without sharing, and are left "
                     "out. Other work on this machine slows the sides of a round by different amounts, which the last "
                     "columns show "
                     f"(load average {os.getloadavg()[0]:.1f} on two cores at the end)."
                 ),
                 head=(
+                    "hidden size",
                     "rollouts of a prompt",
                     "prompts' tokens",
+                    "attention",
                     "fewer tokens",
                     "over distinct",
                     "fewer multiply-adds",
