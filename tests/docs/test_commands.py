@@ -38,7 +38,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 FEWER = {
     "--gpus": {"64": "8", "8,64": "4,8", "16,64": "8"},
     "--policies": {"static,auto": "static,packed"},
-    "--max-length": {"256K": "64K"},
+    "--max-length": {"256K": "16K"},
 }
 """Devices, policies and lengths in place of those that only take longer to search."""
 NOT_HERE = ("--python-stdlib", "--trace-steps", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
