@@ -161,10 +161,10 @@ class AnalyticCost(SeparableCost):
         num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
-        moments: tuple[MemoryMoment, ...] = ()
+        moments, backward = tuple[MemoryMoment, ...](), lines_of()
         for activations, num_beside, num_outputs, backwards in (
-            (in_flight * saved, num_arriving + whole_at_last, in_flight, lines_of()),
-            (in_flight * saved - freed, num_arriving + whole_before, in_flight, lines_of()),
+            (in_flight * saved, num_arriving + whole_at_last, in_flight, backward),
+            (in_flight * saved - freed, num_arriving + whole_before, in_flight, backward),
             (first.on_device, max(num_arriving, num_pushed) + whole_at_first, 1, lines_of(is_last=True)),
         ):
             pushed = gradient * num_beside
