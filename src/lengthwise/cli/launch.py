@@ -58,7 +58,7 @@ def prefer_expandable_segments() -> None:
     """Have the allocator of a GPU grow its segments, unless a variable of the environment configures it already.
 
     Packs differ in size from step to step; on an H100 fixed segments reserved 2 to 7 % more than a step's peak, ones
-    that grow 0.2 to 0.4 % (benchmarks/gpu.md). To be called before anything is on a GPU.
+    that grow 0.2 to 0.4 % (benchmarks/gpu.md). To be called before torch is imported.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -148,6 +148,7 @@ def check_trackers(config: Config) -> None:
 def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quiet: bool) -> Path:
     from lengthwise.cli.restart import earlier_end
 
+    prefer_expandable_segments()
     named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or config.run_folder)
     if not named:
         raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
@@ -157,7 +158,6 @@ def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quie
     from lengthwise.cli.verify import verify_as_rank
     from lengthwise.cli.worker import run_worker
 
-    prefer_expandable_segments()
     check_trackers(config)
     verify_as_rank(config)
     run_worker(config, folder, resume=resume is not None, fall_back=fall_back, quiet=quiet)

@@ -8,6 +8,7 @@ import numpy as np
 from lengthwise.core.layer_profile import LayerRow
 from lengthwise.cost.profiled.fitted import features
 from lengthwise.cost.profiled.launch_bound import launch_bound_rows
+from lengthwise.cost.profiled.relative_fit import non_negative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
 
     def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
         used = columns[timed] if square else columns[timed] * (0.0, 1.0, 1.0)
-        coefficients, residuals = _non_negative(used, np.array(of)[timed], row_s[timed] / weight)
+        coefficients, residuals = non_negative(used, np.array(of)[timed], row_s[timed] / weight)
         return QuadraticSeconds(
             a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals,
             launch_s=float(np.median(np.array(of)[launched])) if launched.any() else 0.0,
@@ -95,23 +96,11 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
     )
 
 
-def _non_negative(
-    columns: np.ndarray, target: np.ndarray, unit: np.ndarray
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Weights of the columns that come closest to ``target`` in parts of ``unit``, and how far off each row is."""
-    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
-
-    scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
-    relative = columns / scale / unit[:, None]
-    weights = nnls(relative, target / unit)[0]
-    return tuple(map(float, weights / scale)), tuple(map(float, relative @ weights - target / unit))
-
-
 def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
     """The line of least relative errors, raised until no row is above it: plans must fit."""
     values = np.array(measured, dtype=np.float64)
     unit = np.maximum(values, 1.0)
-    (per_token, fixed), _ = _non_negative(np.stack([tokens, np.ones_like(tokens)], axis=1), values, unit)
+    (per_token, fixed), _ = non_negative(np.stack([tokens, np.ones_like(tokens)], axis=1), values, unit)
     fitted = fixed + per_token * tokens
     raised = max(1.0, float((values / np.maximum(fitted, 1e-9)).max())) if fitted.any() else 1.0
     residuals = np.where(values > 0, raised * fitted / unit - 1.0, 0.0)

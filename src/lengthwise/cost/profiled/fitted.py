@@ -99,11 +99,11 @@ def fit(table: ProfileTable) -> Fit:
     tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
     columns = np.stack([features(row.lengths) for row in table.rows])
-    is_floor = launch_bound_rows(columns, times)
-    a, b, c = _fit_relative(columns[~is_floor], times[~is_floor])
-    launch_s = float(np.median(times[is_floor])) if is_floor.any() else 0.0
+    is_launched = launch_bound_rows(columns, times)
+    a, b, c = _fit_relative(columns[~is_launched], times[~is_launched])
+    launch_s = float(np.median(times[is_launched])) if is_launched.any() else 0.0
     predicted = np.maximum(columns @ (a, b, c), launch_s)
-    others = [~is_floor & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_floor)]
+    others = [~is_launched & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_launched)]
     return Fit(
         a_s=a, b_s=b, c_s=c, launch_s=launch_s, memory=memory_lines(tokens, sizes),
         time_residuals=tuple((predicted / times - 1.0).tolist()),

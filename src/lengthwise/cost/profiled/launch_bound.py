@@ -7,18 +7,18 @@ then took twice as long as predicted for packs of many sequences. On a CPU both 
 
 import numpy as np
 
+from lengthwise.cost.profiled.relative_fit import akaike, non_negative
+
 FLAT = 1.5
 """Most that launch-bound rows differ by: noise, and kernels that differ by size."""
 LEAST_ROWS = 4
 """Rows that are left at least: one more than a curve has coefficients."""
-ROUNDING = 1e-9
-"""Relative errors below this are rounding: nothing is better for making them smaller."""
 
 
 def launch_bound_rows(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """A flag for each row: the shortest ones, if a floor under them and a curve through the others fit better.
 
-    The measure is Akaike's criterion for few points; ``columns``: [rows, 3] sum of l^2, sum of l, 1.
+    ``columns``: [rows, 3] sum of l^2, sum of l, 1.
     """
     order = np.argsort(columns[:, 1], kind="stable")
     columns, ordered_s = columns[order], seconds[order]
@@ -31,15 +31,8 @@ def launch_bound_rows(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _criterion(columns: np.ndarray, seconds: np.ndarray, number: int) -> float:
-    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
-
-    scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
-    relative = columns / scale / seconds[:, None]
-    predicted = relative @ nnls(relative[number:], np.ones(len(seconds) - number))[0]
+    weights, _ = non_negative(columns[number:], seconds[number:], seconds[number:])
+    predicted = columns @ weights
     if number:
-        predicted = np.maximum(predicted, np.median(seconds[:number]) / seconds)
-    num_parameters = 5 if number else 3  # also the floor, and how many rows lie on it
-    spare = len(seconds) - num_parameters - 1
-    few = 2 * num_parameters * (num_parameters + 1) / spare if spare > 0 else np.inf
-    mean_square = float(np.square(predicted - 1).mean())
-    return len(seconds) * float(np.log(max(mean_square, ROUNDING**2))) + 2 * num_parameters + few
+        predicted = np.maximum(predicted, np.median(seconds[:number]))
+    return akaike(predicted / seconds - 1, 5 if number else 3)  # also the floor, and how many rows lie on it

@@ -13,32 +13,23 @@ import numpy as np
 from numpy.polynomial.polynomial import polyval
 
 from lengthwise.core.errors import InputError, Setting, missing_package
+from lengthwise.cost.profiled.relative_fit import akaike
 
 NUM_TREES = 50
 TREE_DEPTH = 10
 """Both as in ParaDySe, Implementation."""
 MAX_ORDER = 3
 MIN_POINTS = 3
-ROUNDING = 1e-9
-"""Relative errors below this are rounding: no order is better for making them smaller."""
 
 
 def fit_polynomial(x: np.ndarray, y: np.ndarray, *, order: int) -> tuple[np.ndarray, float]:
-    """Non-negative coefficients, lowest power first, of least relative squared error, and Akaike's criterion.
-
-    AICc = n ln(mean squared relative error) + 2 k + 2 k (k + 1) / (n - k - 1) for n points and k = order + 1, the
-    criterion for few points (Hurvich and Tsai 1989); infinite where they are too few for it.
-    """
+    """Non-negative coefficients, lowest power first, of least relative squared error, and Akaike's criterion."""
     from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
 
     scale = x.max()
     columns = np.vander(x / scale, order + 1, increasing=True) / y[:, None]
     weights, _ = nnls(columns, np.ones(len(y)))
-    mean_square = float(np.square(columns @ weights - 1.0).mean())
-    num_weights, spare = order + 1, len(y) - order - 2
-    few = 2 * num_weights * (num_weights + 1) / spare if spare > 0 else np.inf
-    criterion = len(y) * np.log(max(mean_square, ROUNDING**2)) + 2 * num_weights + few
-    return weights / scale ** np.arange(order + 1), criterion
+    return weights / scale ** np.arange(order + 1), akaike(columns @ weights - 1.0, order + 1)
 
 
 def choose_polynomial(x: np.ndarray, y: np.ndarray) -> np.ndarray:
