@@ -16,8 +16,9 @@ from typing import Any
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement, spread
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset, model_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.session.dry_run import PlanToRun, dry_run_plans
 

@@ -20,8 +20,9 @@ from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.stage_memory import LOGITS_AT_ONCE
 from lengthwise.models.stock_model import read_stock_model

@@ -120,7 +120,8 @@ def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any
     """Packs of one and of many sequences, at degree 1 and at the largest, some layers recomputed in some."""
     from lengthwise.core.batch import Pack
     from lengthwise.core.pipeline_config import Method, uniform_scheme
-    from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+    from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+    from lengthwise.core.step_plan import Pipeline, StepPlan
 
     lengths = dict(zip(batch.ids, batch.lengths, strict=True))
 

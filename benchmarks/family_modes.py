@@ -64,7 +64,8 @@ def plan_of(kind: str, num_layers: int, num_ranks: int, batch: Any) -> Any:
     """The plan of a step, of packs of one and of several sequences."""
     from lengthwise.core.batch import Pack
     from lengthwise.core.pipeline_config import Method, uniform_scheme
-    from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+    from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+    from lengthwise.core.step_plan import Pipeline, StepPlan
 
     lengths = dict(zip(batch.ids, batch.lengths, strict=True))
 

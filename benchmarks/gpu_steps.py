@@ -21,8 +21,9 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, spread
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec, model_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.comm.world import start_world, stop_world
 from lengthwise.runtime.dryrun.engine_step import PlannedTokens
 from lengthwise.runtime.models.base import Transformer

@@ -24,8 +24,9 @@ from pages import Goal, Section, at_least, write
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method, PipelineConfig
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state.sharded import ShardedState

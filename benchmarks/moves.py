@@ -17,8 +17,9 @@ import numpy as np
 import lengthwise
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec, model_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.gradient_reduction import whole_units
 from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.weight_shards import held_params

@@ -15,8 +15,9 @@ from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.layer_profile import LayerVariant
 from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import run_process

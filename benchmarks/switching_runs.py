@@ -14,8 +14,9 @@ import torch.distributed as dist
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import Timeline
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.runtime.comm.world import DistContext, start_world

@@ -19,8 +19,9 @@ from lengthwise.core.plan_values import (
     MAX_SECONDS,
     check_plan_values,
 )
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import MAX_DEVICES
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 
 SCHEME, PIPELINE = ("schemes", 0), ("pipelines", 0)
 MICRO_BATCH = (*PIPELINE, "micro_batches", 0)
@@ -126,8 +127,8 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
 ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 OPTIONAL = {
     (): {"digest", "num_devices", "hidden_update_s"},
-    SCHEME: {"shard_gradients", "zero_bubble", *ACTIVATIONS}, PIPELINE: set(),
-    MICRO_BATCH: {"rows", "filler", "weights_s", *ACTIVATIONS},
+    SCHEME: {"shard_gradients", "zero_bubble", "slices", *ACTIVATIONS}, PIPELINE: set(),
+    MICRO_BATCH: {"rows", "filler", "weights_s", "slices", *ACTIVATIONS},
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 
 
 @st.composite

@@ -16,7 +16,8 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.data.curriculum import PACINGS
 from lengthwise.data.mixture import Mixture, solve_repeats

@@ -5,7 +5,8 @@ import pytest
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.plan.kept_forwards import kept_forwards
 
 STATE = 100

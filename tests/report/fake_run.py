@@ -8,8 +8,9 @@ from pathlib import Path
 from lengthwise.config import run_config as config
 from lengthwise.core.batch import Pack, num_targets
 from lengthwise.core.pipeline_config import dense_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.run_folder import RunFolder, timeline_to_row
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 
 SCHEME = dense_scheme(4)

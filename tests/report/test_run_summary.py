@@ -5,8 +5,9 @@ import pytest
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.run_folder import RunFolder, timeline_to_row
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import PUSH, Span, SpanKind, Timeline
 from lengthwise.report.record import read_record
 from lengthwise.report.run_summary import slowest_steps, summarise, time_shares, typical_step, worst_step

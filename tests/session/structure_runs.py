@@ -12,7 +12,8 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from tests.plan.costs import SimpleCost
 from tests.session.loops import as_started_by_torchrun

@@ -8,8 +8,9 @@ from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset, model_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.session.dry_run import PlanToRun, dry_run_plan, dry_run_plans
 

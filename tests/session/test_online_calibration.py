@@ -9,8 +9,9 @@ import torch
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset, model_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import SearchSpace, make_problem

@@ -9,8 +9,9 @@ from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.layer_profile import AS_PREPARED, LayerVariant
 from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.session.dry_run import run_process
 from lengthwise.session.prepared_dry_run import PreparedDryRun, differences_of, schemes_of

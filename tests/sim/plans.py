@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from lengthwise.core.batch import Pack
 from lengthwise.core.one_f_one_b import most_weights_in
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 
 LAYERS = 12
 STATE = 1000

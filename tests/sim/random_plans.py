@@ -12,8 +12,9 @@ from lengthwise.core.pipeline_config import (
     PipelineConfig,
     WeightPlacement,
 )
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 
 SPEC = ModelSpec(
     name="test", num_layers=4, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37

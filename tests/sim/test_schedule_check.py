@@ -12,7 +12,8 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.sim.schedule_check import (
@@ -105,8 +106,7 @@ def test_message_sizes_are_the_token_shares_of_the_ranks(lengths, degree, causal
         ids=tuple(range(len(lengths))), lengths=tuple(lengths), padded_to=padded_to,
         rows=len(lengths) + more_rows if padded_to and more_rows else 0,
     )  # fmt: skip
-    micro_batch = PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1)
-    sizes = tuple(num_tokens_of(micro_batch, place, degree) for place in range(degree))
+    sizes = tuple(num_tokens_of(pack.num_tokens, place, degree) for place in range(degree))
     assert sizes == shard_tokens(pack.cu_seqlens, degree=degree, causal=causal).sizes
     apart = tuple(accumulate((n for length in lengths for n in (length, padded_to - length) if n > 0), initial=0))
     if padded_to and not pack.rows:  # where padding is a sequence of its own

@@ -17,11 +17,12 @@ MIXED_RECOMPUTE = 13 / 12
 
 
 class StagePass(NamedTuple):
-    """A pass of one micro-batch on one stage."""
+    """A pass of one micro-batch, or of one of its slices, on one stage."""
 
     start_s: float
     end_s: float
-    micro_batch: int
+    number: int
+    """Which of all slices in issue order it computes; of all micro-batches, where none is cut."""
     kind: PassKind
 
 

@@ -1,6 +1,5 @@
 """How one pipeline computes (scheme) and how pipelines tile the cluster (strategy). Names only, not how they run."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, chain
@@ -60,6 +59,8 @@ SPLIT_BACKWARD_METHODS = frozenset(WEIGHTS_OF.keys() | {Method.DENSE}) - {
 """Methods whose backwards can be split: ranks have the weights whole, and nobody else waits for their gradients."""
 HEAD_GROUP_METHODS = frozenset({Method.DENSE, Method.ULYSSES, Method.ULYSSES_Z})
 """Methods under which a rank can attend with some of its heads at a time."""
+SLICE_METHODS = frozenset({Method.DENSE, Method.ULYSSES, Method.ULYSSES_Z})
+"""Methods under which a rank has the keys and values of whole sequences, and can keep them for later slices."""
 
 
 def check_methods(methods: tuple[Method, ...], degree: int, weights: WeightPlacement) -> None:
@@ -132,6 +133,9 @@ class PipelineConfig:
     zero_bubble: bool = False
     """Whether stages split the backwards of layers that are not recomputed: gradients of inputs go to the stage before
     at once, products that give gradients of weights are taken later, where a stage would wait (ZB-H1)."""
+    slices: int = field(default=1, repr=False)
+    """Slices that the tokens of each micro-batch are cut into, which follow one another through the stages: forwards in
+    order, backwards in reverse. Keys and values of a slice stay for those behind it."""
 
     def __post_init__(self) -> None:
         if not any(self.offload):
@@ -162,7 +166,22 @@ class PipelineConfig:
             )
         if self.zero_bubble and (reason := self._why_not_split()):
             raise InputError(f"{reason}; such a scheme has zero_bubble=false")
+        if self.slices < 1 or (self.slices > 1 and (reason := self._why_not_sliced())):
+            raise InputError(f"{reason if self.slices > 1 else f'{self.slices} slices'}; such a scheme has slices=1")
         check_methods(self.methods, self.degree, self.weights)
+
+    def _why_not_sliced(self) -> str:
+        """Why micro-batches cannot be cut into slices; empty: they can."""
+        if not SLICE_METHODS.issuperset(self.methods):
+            return (
+                f"later slices need the keys and values of earlier ones, which ranks keep under "
+                f"{', '.join(sorted(SLICE_METHODS))}, not {', '.join(dict.fromkeys(self.methods))}"
+            )
+        if self.zero_bubble:
+            return "slices fill the waits that split backwards would fill"
+        if self.head_groups > 1:
+            return "a micro-batch is cut into slices of tokens or into groups of heads, not both"
+        return ""
 
     def _why_not_split(self) -> str:
         """Why backwards cannot be split; empty: they can."""
@@ -216,13 +235,14 @@ class PipelineConfig:
     @property
     def name(self) -> str:
         """Degree x stages, methods, then layers recomputed (r; s: all of them but attention) and offloaded (o), tokens
-        of a feed-forward's tile (t), groups of heads (g), sharded gradients (z2) and split backwards (zb), as tables
-        show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
+        of a feed-forward's tile (t), groups of heads (g), slices of micro-batches (c), sharded gradients (z2) and split
+        backwards (zb), as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
         """
         methods = "+".join(dict.fromkeys(self.methods))
         groups = self.head_groups if self.head_groups > 1 else 0
         counts = [("s" if self.keep_attention else "r", self.num_recomputed), ("o", self.num_offloaded)]
-        counts += [("t", self.tile_tokens), ("g", groups), ("z", 2 if self.shard_gradients else 0)]
+        slices = self.slices if self.slices > 1 else 0
+        counts += [("t", self.tile_tokens), ("g", groups), ("c", slices), ("z", 2 if self.shard_gradients else 0)]
         words = f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
         return f"{words} zb" if self.zero_bubble else words
 
@@ -366,35 +386,3 @@ def homogeneous(scheme: PipelineConfig, num_devices: int, *, num_idle: int = 0) 
         ranks=tuple(tuple(range(start, start + scheme.num_devices)) for start in starts),
         num_idle=num_idle,
     )
-
-
-def head_bounds(num_heads: int, num_kv_heads: int, *, degree: int) -> tuple[int, ...]:
-    """Rank r of a stage attends with query heads ``bounds[r]`` to ``bounds[r + 1]`` where heads are split.
-
-    By whole key/value groups where there are enough of them for everyone, else by query heads. Where ``degree`` does
-    not divide, some ranks hold one more.
-    """
-    unit = num_heads // num_kv_heads if degree <= num_kv_heads else 1
-    return tuple(rank * (num_heads // unit) // degree * unit for rank in range(degree + 1))
-
-
-def shared_by(degree: int, methods: Sequence[Method]) -> tuple[Method, ...]:
-    """The methods that differ where ``degree`` ranks share a layer: one rank is dense, a grid of a prime is a ring."""
-    if degree == 1:
-        return (Method.DENSE,)
-    is_prime = all(degree % size for size in range(2, degree))
-    is_twice = is_prime and {Method.RING, Method.ULYSSES_RING} <= set(methods)
-    return tuple(method for method in methods if not (is_twice and method is Method.ULYSSES_RING))
-
-
-def ulysses_degree(method: Method, degree: int, num_heads: int, num_kv_heads: int) -> int:
-    """How many neighbouring ranks trade tokens for heads in an attention under ``method``; 1: none do.
-
-    Of ``ulysses_ring``, the most that divide ``degree`` and, where that is possible, the heads, but not all ranks.
-    """
-    if method in (Method.ULYSSES, Method.ULYSSES_Z):
-        return degree
-    sizes = [size for size in range(1, degree) if degree % size == 0 and size <= num_heads]
-    if method is not Method.ULYSSES_RING or not sizes:
-        return 1
-    return max(sizes, key=lambda size: (size > 1, num_kv_heads % size == 0, num_heads % size == 0, size))

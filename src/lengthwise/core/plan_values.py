@@ -30,6 +30,7 @@ _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
 _ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 MAX_HEAD_GROUPS = 4096
+MAX_SLICES = 4096
 _METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in WeightPlacement}
 
 
@@ -66,10 +67,11 @@ def check_plan_values(document: Any) -> None:
 
 
 def _check_scheme(scheme: Any, where: str) -> None:
-    _check_keys(scheme, where, _SCHEME, optional={"shard_gradients", "zero_bubble"} | _ACTIVATIONS)
+    _check_keys(scheme, where, _SCHEME, optional={"shard_gradients", "zero_bubble", "slices"} | _ACTIVATIONS)
     for name in ("shard_gradients", "zero_bubble"):
         _check_flag(scheme.get(name, False), f"{where}.{name}")
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
+    _check_int(scheme.get("slices", 1), f"{where}.slices", 1, MAX_SLICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
     if sum(scheme["stage_layers"]) > MAX_LAYERS:
         raise InputError(f"{where}.stage_layers holds more than {MAX_LAYERS:,} layers")
@@ -95,7 +97,7 @@ def _check_pipeline(pipeline: Any, where: str, *, num_schemes: int) -> None:
 
 
 def _check_micro_batch(micro_batch: Any) -> None:
-    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler", "weights_s"} | _ACTIVATIONS)
+    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler", "weights_s", "slices"} | _ACTIVATIONS)
     ids, lengths = micro_batch["ids"], micro_batch["lengths"]
     _check_ints(ids, ".ids", 0, MAX_ID)
     _check_ints(lengths, ".lengths", 1, MOST_TOKENS)
@@ -113,11 +115,26 @@ def _check_micro_batch(micro_batch: Any) -> None:
     _check_seconds(micro_batch["comm_s"], ".comm_s")
     _check_seconds(micro_batch.get("weights_s", 0.0), ".weights_s")
     _check_int(micro_batch["peak_bytes"], ".peak_bytes", 0, MAX_BYTES)
+    if "slices" in micro_batch:
+        _check_slices(micro_batch["slices"])
     if micro_batch["methods"] is not None:
         _check_words(micro_batch["methods"], ".methods", _METHODS)
     if micro_batch["recompute"] is not None:
         _check_flags(micro_batch["recompute"], ".recompute")
     _check_activations(micro_batch, "")
+
+
+def _check_slices(slices: Any) -> None:
+    """Check the slices of a micro-batch, each a number of tokens and of seconds."""
+    _check_list(slices, ".slices")
+    if len(slices) > MAX_SLICES:
+        raise InputError(f".slices: {len(slices):,} of them, over the limit of {MAX_SLICES:,}")
+    for place, values in enumerate(slices):
+        _check_list(values, f".slices[{place}]")
+        if len(values) != 2:
+            raise _wrong(f".slices[{place}]", "a number of tokens and of seconds", values)
+        _check_int(values[0], f".slices[{place}][0]", 1, MAX_PACK_TOKENS)
+        _check_seconds(values[1], f".slices[{place}][1]")
 
 
 def _check_activations(values: dict[str, Any], where: str) -> None:

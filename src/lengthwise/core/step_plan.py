@@ -6,48 +6,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.pipeline_config import (
     GradientShare,
     Method,
     PipelineConfig,
     Strategy,
-    WeightPlacement,
     WeightShard,
     check_methods,
 )
+from lengthwise.core.plan_json import micro_batch_from_json, micro_batch_to_json, scheme_from_json, scheme_to_json
 from lengthwise.core.plan_values import check_plan_values
+from lengthwise.core.planned_micro_batch import OVERRIDES, PlannedMicroBatch
 from lengthwise.core.read_file import brief
 
 PLAN_SCHEMA_VERSION = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedMicroBatch:
-    """One pack on one pipeline, with what it is predicted to cost per stage."""
-
-    pack: Pack
-    time_s: float
-    """Predicted seconds of forward and backward on one stage."""
-    peak_bytes: int
-    """Predicted peak bytes per device, model state included."""
-    methods: tuple[Method, ...] | None = None
-    """One per layer; None: those of the scheme."""
-    recompute: tuple[bool, ...] | None = None
-    """One per layer; None: those of the scheme."""
-    comm_s: float = 0.0
-    """Seconds of ``time_s`` in communication that computation does not hide."""
-    offload: tuple[bool, ...] | None = None
-    """One per layer, empty for no layer; None: those of the scheme."""
-    tile_tokens: int | None = None
-    """Tokens of a feed-forward's tile, 0 for all at once; None: those of the scheme."""
-    head_groups: int | None = None
-    """Groups of heads that are attended with in turn; None: those of the scheme."""
-    weights_s: float = 0.0
-    """Seconds of ``time_s`` in gradients of weights that may wait, where backwards are split."""
-    keep_attention: bool | None = None
-    """Whether recomputed layers keep what attention gave; None: as the scheme says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +46,16 @@ class Pipeline:
                     )
             if micro_batch.methods is not None:
                 check_methods(micro_batch.methods, self.scheme.degree, self.scheme.weights)
-            if self.scheme.zero_bubble:
+            if self.scheme.zero_bubble or micro_batch.slices:
                 self.scheme_of(micro_batch)  # refuses what cannot be split
+            if (
+                micro_batch.slices
+                and (num := sum(s.num_tokens for s in micro_batch.slices)) != micro_batch.pack.num_tokens
+            ):
+                raise InputError(
+                    f"the slices of a micro-batch have {num:,} tokens in all, its pack has "
+                    f"{micro_batch.pack.num_tokens:,}; slices cover every token once"
+                )
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute ``stage`` together, ascending; their order is that of their shares of tokens."""
@@ -89,8 +71,10 @@ class Pipeline:
         return self.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
 
     def scheme_of(self, micro_batch: PlannedMicroBatch) -> PipelineConfig:
-        """The scheme with the micro-batch's own methods, recompute and offload flags and tiles."""
-        overrides = {name: value for name in _OVERRIDES if (value := getattr(micro_batch, name)) is not None}
+        """The scheme with the micro-batch's own methods, recompute and offload flags, tiles and slices."""
+        overrides = {name: value for name in OVERRIDES if (value := getattr(micro_batch, name)) is not None}
+        if (slices := max(1, len(micro_batch.slices))) != self.scheme.slices:
+            overrides["slices"] = slices
         return replace(self.scheme, **overrides) if overrides else self.scheme
 
 
@@ -235,7 +219,8 @@ class StepPlan:
             return names[value]
 
         for p in self.pipelines:
-            state.update(f"{p.ranks}{p.phase}/{p.state_bytes}{name(p.scheme)}".encode())
+            slices = f"c{p.scheme.slices}" if p.scheme.slices > 1 else ""
+            state.update(f"{p.ranks}{p.phase}/{p.state_bytes}{name(p.scheme)}{slices}".encode())
             for m in p.micro_batches:
                 pack, sizes = m.pack, (_plain(m.time_s), _plain(m.comm_s), _plain(m.peak_bytes))
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
@@ -245,6 +230,7 @@ class StepPlan:
                 overrides += f"w{_plain(m.weights_s)!r}" if m.weights_s else ""
                 if p.scheme.keep_attention or m.keep_attention is not None:
                     overrides += f"a{p.scheme.keep_attention}{m.keep_attention}"
+                overrides += "".join(f"c{tokens}@{_plain(time_s)!r}" for tokens, time_s in m.slices)
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
@@ -266,14 +252,14 @@ class StepPlan:
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             **({"num_devices": self.num_devices} if self._has_idle else {}),
             **({"hidden_update_s": float(self.hidden_update_s)} if self.hidden_update_s else {}),
-            "schemes": [_scheme_to_json(scheme) for scheme in schemes],
+            "schemes": [scheme_to_json(scheme) for scheme in schemes],
             "pipelines": [
                 {
                     "ranks": list(pipeline.ranks),
                     "phase": pipeline.phase,
                     "scheme": schemes.index(pipeline.scheme),
                     "state_bytes": pipeline.state_bytes,
-                    "micro_batches": [_micro_batch_to_json(m) for m in pipeline.micro_batches],
+                    "micro_batches": [micro_batch_to_json(m) for m in pipeline.micro_batches],
                 }
                 for pipeline in self.pipelines
             ],
@@ -296,7 +282,7 @@ class StepPlan:
         except InputError as error:
             raise InputError(f"not a plan: {error}") from None
         try:
-            schemes = [_scheme_from_json(scheme) for scheme in document["schemes"]]
+            schemes = [scheme_from_json(scheme) for scheme in document["schemes"]]
             plan = cls(
                 pipelines=tuple(
                     Pipeline(
@@ -304,7 +290,7 @@ class StepPlan:
                         phase=pipeline["phase"],
                         scheme=schemes[pipeline["scheme"]],
                         state_bytes=pipeline["state_bytes"],
-                        micro_batches=tuple(map(_micro_batch_from_json, pipeline["micro_batches"])),
+                        micro_batches=tuple(map(micro_batch_from_json, pipeline["micro_batches"])),
                     )
                     for pipeline in document["pipelines"]
                 ),
@@ -322,79 +308,9 @@ class StepPlan:
         return plan
 
 
-_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups", "keep_attention")
-_FLAGS = ("keep_attention", "shard_gradients", "zero_bubble")
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
 def _plain(value: Any) -> Any:
     """A NumPy float as Python's, which is spelt as the one that comes back from a file."""
     return float(value) if isinstance(value, float) else value
-
-
-def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
-    return {
-        "degree": scheme.degree,
-        "stage_layers": list(scheme.stage_layers),
-        "methods": [str(method) for method in scheme.methods],
-        "recompute": [int(flag) for flag in scheme.recompute],
-        "weights": str(scheme.weights),
-        **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
-        **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
-        **({"head_groups": scheme.head_groups} if scheme.head_groups > 1 else {}),
-        **{name: True for name in _FLAGS if getattr(scheme, name)},
-    }
-
-
-def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
-    return PipelineConfig(
-        degree=document["degree"],
-        stage_layers=tuple(document["stage_layers"]),
-        methods=tuple(Method(method) for method in document["methods"]),
-        recompute=tuple(bool(flag) for flag in document["recompute"]),
-        weights=WeightPlacement(document["weights"]),
-        offload=tuple(bool(flag) for flag in document.get("offload", ())),
-        tile_tokens=document.get("tile_tokens", 0),
-        head_groups=document.get("head_groups", 1),
-        **dict[str, Any]((name, bool(document.get(name))) for name in _FLAGS),
-    )
-
-
-def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
-    pack, methods, recompute = micro_batch.pack, micro_batch.methods, micro_batch.recompute
-    return {
-        "ids": list(pack.ids),
-        "lengths": list(pack.lengths),
-        **{name: getattr(pack, name) for name in ("padded_to", "rows", "filler")},
-        "time_s": micro_batch.time_s,
-        "comm_s": micro_batch.comm_s,
-        "peak_bytes": micro_batch.peak_bytes,
-        "methods": None if methods is None else [str(method) for method in methods],
-        "recompute": None if recompute is None else [int(flag) for flag in recompute],
-        **({} if micro_batch.offload is None else {"offload": [int(flag) for flag in micro_batch.offload]}),
-        **{name: int(value) for name in _OVERRIDES[3:] if (value := getattr(micro_batch, name)) is not None},
-        **({"weights_s": micro_batch.weights_s} if micro_batch.weights_s else {}),
-    }
-
-
-def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
-    methods, recompute = document["methods"], document["recompute"]
-    return PlannedMicroBatch(
-        pack=Pack(
-            ids=tuple(document["ids"]),
-            lengths=tuple(document["lengths"]),
-            padded_to=document["padded_to"],
-            rows=document.get("rows", 0),
-            filler=document.get("filler", 0),
-        ),
-        time_s=document["time_s"],
-        comm_s=document["comm_s"],
-        peak_bytes=document["peak_bytes"],
-        methods=None if methods is None else tuple(Method(method) for method in methods),
-        recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),
-        offload=None if (offload := document.get("offload")) is None else tuple(bool(flag) for flag in offload),
-        tile_tokens=document.get("tile_tokens"),
-        head_groups=document.get("head_groups"),
-        weights_s=document.get("weights_s", 0.0),
-        keep_attention=None if (keep := document.get("keep_attention")) is None else bool(keep),
-    )

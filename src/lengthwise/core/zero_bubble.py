@@ -22,6 +22,7 @@ from collections.abc import Sequence
 
 from lengthwise.core.one_f_one_b import PassTimes, forwards_in
 from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule, issue_order
+from lengthwise.core.sliced_passes import is_sliced, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 
 AT_ONCE = math.inf
@@ -30,9 +31,11 @@ EXCESSES = (0.0, 0.5, 1.0, AT_ONCE)
 
 
 def pass_times(pipeline: Pipeline) -> PassTimes:
-    """Predicted seconds of the passes of a pipeline's stages, backwards whole."""
-    forwards_s = [m.time_s / forwards_in(pipeline.recompute_of(m)) for m in pipeline.micro_batches]
-    backwards_s = [m.time_s - forward_s for m, forward_s in zip(pipeline.micro_batches, forwards_s)]
+    """Predicted seconds of the passes of a pipeline's stages by slice, backwards whole."""
+    forwards = [forwards_in(pipeline.recompute_of(m)) for m in pipeline.micro_batches]
+    slices = slices_of(pipeline)
+    forwards_s = [part.time_s / forwards[part.micro_batch] for part in slices]
+    backwards_s = [part.time_s - forward_s for part, forward_s in zip(slices, forwards_s)]
     if not pipeline.scheme.zero_bubble:
         return PassTimes(forwards_s, backwards_s, [0.0] * len(forwards_s))
     weights_s = [
@@ -50,8 +53,18 @@ def splits(pipeline: Pipeline, stage: int, number: int) -> bool:
 def pass_orders(
     pipeline: Pipeline, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 ) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of each stage of a pipeline in order. Under GPipe all backwards are whole."""
+    """The passes of each stage of a pipeline in order, by the number of their slice. Under GPipe all backwards are
+    whole.
+    """
     num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
+    if is_sliced(pipeline):
+        return sliced_orders(
+            [max(1, len(m.slices)) for m in pipeline.micro_batches],
+            [part.kept_bytes for part in slices_of(pipeline)],
+            limit_bytes=max(max(0, m.peak_bytes - pipeline.state_bytes) for m in pipeline.micro_batches),
+            num_stages=num_stages,
+            schedule=schedule,
+        )
     if pipeline.scheme.zero_bubble and schedule is PipelineSchedule.ONE_F_ONE_B:
         return filled_orders(pass_times(pipeline), num_stages)
     return tuple(

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.sliced_passes import slices_of
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.zero_bubble import pass_times, splits, stage_times
@@ -80,7 +82,7 @@ def write_chakra(folder: Path, plans: Sequence[StepPlan], model: ModelSpec, *, d
         for _, lists in operations(plan):
             for trace, operations_of_rank in zip(traces, lists):
                 for operation in operations_of_rank:
-                    key = (plan.step, operation.pipeline, operation.micro_batch, operation.is_backward)
+                    key = (plan.step, operation.pipeline, operation.number, operation.is_backward)
                     trace.run(operation, work, tag=tags.setdefault(key, len(tags)))
     folder.mkdir(exist_ok=True)
     files = {folder / f"{PREFIX}.{trace.rank}.et": bytes(trace.content) for trace in traces}
@@ -112,12 +114,12 @@ class _Work:
         pipeline = self.plan.pipelines[operation.pipeline]
         micro_batch = pipeline.micro_batches[operation.micro_batch]
         times = stage_times(pass_times(pipeline), _stage(pipeline, operation))
-        pass_s = times[KINDS[operation.kind]][operation.micro_batch]
+        pass_s = times[KINDS[operation.kind]][operation.number]
         if operation.kind is OperationKind.WEIGHTS:
             return round(pass_s * 1e6)
         whole_s = pass_s
         if operation.kind is OperationKind.BACKWARD:
-            whole_s = pass_times(pipeline).backwards_s[operation.micro_batch]
+            whole_s = pass_times(pipeline).backwards_s[operation.number]
         exposed = micro_batch.comm_s / micro_batch.time_s if micro_batch.time_s else 0.0
         return round(max(0.0, pass_s - whole_s * exposed) * 1e6)
 
@@ -130,7 +132,7 @@ class _Work:
         micro_batch = pipeline.micro_batches[operation.micro_batch]
         methods, recompute = pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
         stage = _stage(pipeline, operation)
-        layers, is_split = pipeline.scheme.layers_of_stage(stage), splits(pipeline, stage, operation.micro_batch)
+        layers, is_split = pipeline.scheme.layers_of_stage(stage), splits(pipeline, stage, operation.number)
         passes: list[tuple[LayerPass, int]] = []
         counts: Counter[tuple[Method, bool]] = Counter((methods[layer], recompute[layer]) for layer in layers)
         for (method, is_recomputed), count in sorted(counts.items()):
@@ -157,25 +159,35 @@ class _Work:
     def num_ops(self, operation: Operation) -> int:
         """Floating-point operations of a pass on one rank, the head left out."""
         pack = self.plan.pipelines[operation.pipeline].micro_batches[operation.micro_batch].pack
-        lengths = np.asarray(pack.computed_lengths, dtype=np.float64)
-        squares = float((lengths * self.model.reach(lengths)).sum())
+        tokens = self._tokens(operation)
+        squares = self._squares(pack, tokens.stop) - self._squares(pack, tokens.start)
         return round(
             sum(
-                count * (layer.matmul_flops * pack.num_tokens + layer.attention_flops * squares)
+                count * (layer.matmul_flops * len(tokens) + layer.attention_flops * squares)
                 for layer, count in self.layers(operation)
             )
         )
 
+    def _tokens(self, operation: Operation) -> range:
+        """The tokens of its pack that a pass computes."""
+        return slices_of(self.plan.pipelines[operation.pipeline])[operation.number].tokens
+
+    def _squares(self, pack: Pack, end: int) -> float:
+        """Pairs of tokens, a token and itself twice, that attention of the first ``end`` tokens of a pack computes."""
+        bounds = np.minimum(np.asarray(pack.cu_seqlens, dtype=np.float64), end)
+        lengths = np.diff(bounds)
+        return float((lengths * self.model.reach(lengths)).sum())
+
     def tensor_bytes(self, operation: Operation) -> int:
         """Bytes of the weights and of the input that a pass reads."""
         pipeline = self.plan.pipelines[operation.pipeline]
-        num_tokens = pipeline.micro_batches[operation.micro_batch].pack.num_tokens // pipeline.scheme.degree
+        num_tokens = len(self._tokens(operation)) // pipeline.scheme.degree
         weights = held_params(self.model, pipeline.scheme, stage=_stage(pipeline, operation))
         return self.width * (weights + num_tokens * self.model.hidden_size)
 
     def calls(self, operation: Operation) -> tuple[Calls, Calls]:
         """The collectives of a pass: those beside its computation, and those after it."""
-        num_tokens = self.plan.pipelines[operation.pipeline].micro_batches[operation.micro_batch].pack.num_tokens
+        num_tokens = len(self._tokens(operation))
         beside, after = np.zeros(3), np.zeros(3)
         for layer, count in self.layers(operation):
             tokens, weights = count * num_tokens * _sent(layer.tokens), count * _sent(layer.weights)

@@ -162,12 +162,12 @@ def _arrows(
     passes: list[tuple[Span, PlannedPass | None]], pids: Mapping[int, int], offset_s: float, *, step: int
 ) -> Iterator[Event]:
     """Flow events from the end of each pass to the beginning of the pass that takes what it sends."""
-    spans_of: dict[tuple[int, int, bool, int], list[Span]] = {}
-    sends: dict[tuple[int, int, bool, int], int] = {}
+    spans_of: dict[tuple[int, str, bool, int], list[Span]] = {}
+    sends: dict[tuple[int, str, bool, int], int] = {}
     for span, planned in passes:
         if planned is None or planned.gives_weights or span.kind is SpanKind.DATA:
             continue
-        key = (planned.position, planned.number, planned.is_backward, span.rank)
+        key = (planned.position, planned.name, planned.is_backward, span.rank)
         spans_of.setdefault(key, []).append(span)
         if (receiver := planned.next_rank()) is not None:
             sends[key] = receiver

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import Span, Timeline
 
-_NAME = re.compile(r"(forward|backward|weights|micro-batch|data) (\d+)")
+_NAME = re.compile(r"(forward|backward|weights|micro-batch|data) (\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class PlannedPass:
     pipeline: Pipeline
     number: int
     """Which micro-batch of the pipeline it is."""
+    part: int | None
+    """Which slice of the micro-batch, where it is cut."""
     stage: int
     place: int
     """Where the rank stands among those of its stage."""
@@ -35,14 +38,20 @@ class PlannedPass:
         return self.pipeline.micro_batches[self.number]
 
     @property
+    def name(self) -> str:
+        """The number of the micro-batch and, where it is cut, that of its slice."""
+        return str(self.number) if self.part is None else f"{self.number}.{self.part}"
+
+    @property
     def details(self) -> dict[str, Any]:
         """Size, scheme and predicted memory of the micro-batch, as arguments of a slice."""
         pack = self.micro_batch.pack
         return {
             "micro-batch": self.number,
+            **({} if self.part is None else {"slice": self.part}),
             "pipeline": self.position,
             "stage": self.stage,
-            "tokens": pack.num_tokens,
+            "tokens": pack.num_tokens if self.part is None else self.micro_batch.slices[self.part].num_tokens,
             "sequences": len(pack.ids),
             "longest": max(pack.lengths),
             "scheme": self.scheme,
@@ -75,18 +84,18 @@ def planned_passes(timeline: Timeline, plan: StepPlan | None) -> Iterator[tuple[
             if match is None or not remaining:
                 yield span, None
                 continue
-            word, number = match[1], int(match[2])
+            word, number, part = match[1], int(match[2]), None if match[3] is None else int(match[3])
             if number == 0 and has_gone_back and word in ("forward", "data"):
                 remaining, has_gone_back = remaining[1:] or remaining, False
             has_gone_back |= number == 0 and word == "backward"
             position, pipeline, stage, place = remaining[0]
-            if number >= len(pipeline.micro_batches):
+            if number >= len(pipeline.micro_batches) or (part or 0) > len(pipeline.micro_batches[number].slices):
                 yield span, None
                 continue
             if (position, number) not in schemes:
                 schemes[position, number] = pipeline.scheme_of(pipeline.micro_batches[number]).name
             yield span, PlannedPass(
-                position=position, pipeline=pipeline, number=number, stage=stage, place=place,
+                position=position, pipeline=pipeline, number=number, part=part, stage=stage, place=place,
                 is_backward=word == "backward", gives_weights=word == "weights", scheme=schemes[position, number],
             )  # fmt: skip
 

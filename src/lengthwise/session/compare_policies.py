@@ -15,8 +15,9 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.device_spec import DEVICES, GBIT, GBYTE
 from lengthwise.core.errors import InfeasibleError, LengthwiseError, errors_spelt, first_line
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.overlapped import with_overlap

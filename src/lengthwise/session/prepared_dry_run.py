@@ -8,8 +8,9 @@ from typing import Any
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError
+from lengthwise.core.head_split import shared_by
 from lengthwise.core.layer_profile import AS_PREPARED, Identity, LayerRow, LayerTable, LayerVariant
-from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, shared_by, uniform_scheme
+from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, uniform_scheme
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost

@@ -59,7 +59,7 @@ def _activities(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[RankA
     now_s = phase.start_s
     for stage_pass in run.stages[stage]:
         yield from _lasting(now_s, stage_pass.start_s, SpanKind.WAIT, BUBBLE)
-        yield from _pass(stage_pass, run.comm_share(stage, stage_pass))
+        yield from _pass(stage_pass, run.slices[stage_pass.number].name, run.comm_share(stage, stage_pass))
         now_s = stage_pass.end_s
     yield from _lasting(now_s, run.end_s, SpanKind.WAIT, BUBBLE)
     yield from _after(run.end_s, phase)
@@ -71,9 +71,9 @@ def _after(now_s: float, phase: PhaseRun) -> Iterator[RankActivity]:
     yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
 
 
-def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[RankActivity]:
+def _pass(stage_pass: StagePass, of_what: str, comm_share: float) -> Iterator[RankActivity]:
     """A pass: first what computes, then what only communicates."""
-    name = f"{stage_pass.kind.word} {stage_pass.micro_batch}"
+    name = f"{stage_pass.kind.word} {of_what}"
     computed_s = max(stage_pass.start_s, stage_pass.end_s - comm_share * (stage_pass.end_s - stage_pass.start_s))
     yield from _lasting(stage_pass.start_s, computed_s, SpanKind.COMPUTE, name)
     yield from _lasting(computed_s, stage_pass.end_s, SpanKind.COMMUNICATE, name)

@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NoReturn
 
 from lengthwise.core.errors import CheckError
 from lengthwise.core.pass_order import PassKind, PipelineSchedule
 from lengthwise.core.pipeline_config import GradientShare, Method, WeightShard
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.sliced_passes import Slice, slices_of
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.zero_bubble import pass_orders
 
 
@@ -51,6 +52,8 @@ class Operation:
     """Position in the plan; -1: of all."""
     micro_batch: int = -1
     """Position in the pipeline."""
+    number: int = -1
+    """Which of the pipeline's slices in issue order it is of; of its micro-batches, where none is cut."""
     is_backward: bool = False
     """Whether a message is a gradient."""
     num_tokens: int = 0
@@ -128,29 +131,32 @@ def _of_pipeline(
     position: int, pipeline: Pipeline, schedule: PipelineSchedule, *, forward_only: bool
 ) -> Iterator[tuple[int, list[Operation]]]:
     """The operations of every rank of a pipeline."""
-    num_stages = pipeline.scheme.num_stages
+    num_stages, slices = pipeline.scheme.num_stages, slices_of(pipeline)
     for stage, of_stage in enumerate(pass_orders(pipeline, schedule)):
         order = [item for item in of_stage if not forward_only or item[0] is PassKind.FORWARD]
         split = {number for kind, number in order if kind is PassKind.WEIGHTS}
-        passes = [_pass(position, pipeline, number, stage, kind, is_split=number in split) for kind, number in order]
+        passes = [
+            _pass(position, pipeline, slices[number], stage, kind, is_split=number in split) for kind, number in order
+        ]
         for place, rank in enumerate(pipeline.ranks_of(stage)):
             steps: list[Operation] = []
             for (kind, number), stage_pass in zip(order, passes):
                 if kind is PassKind.WEIGHTS:  # nobody waits for these gradients before the step's end
                     steps.append(stage_pass)
                     continue
-                is_backward = kind is PassKind.BACKWARD
+                part, is_backward = slices[number], kind is PassKind.BACKWARD
                 source, target = (stage + 1, stage - 1) if is_backward else (stage - 1, stage + 1)
+                message = partial(_message, position, pipeline, part, place, is_backward=is_backward)
                 if 0 <= source < num_stages:
-                    steps.append(_message(position, pipeline, number, place, source, stage, is_backward, sends=False))
+                    steps.append(message(between=(source, stage), sends=False))
                 steps.append(stage_pass)
                 if 0 <= target < num_stages:
-                    steps.append(_message(position, pipeline, number, place, stage, target, is_backward, sends=True))
+                    steps.append(message(between=(stage, target), sends=True))
             yield rank, steps
 
 
-def _pass(position: int, pipeline: Pipeline, number: int, stage: int, kind: PassKind, *, is_split: bool) -> Operation:
-    micro_batch = pipeline.micro_batches[number]
+def _pass(position: int, pipeline: Pipeline, part: Slice, stage: int, kind: PassKind, *, is_split: bool) -> Operation:
+    micro_batch = pipeline.micro_batches[part.micro_batch]
     how = _how(
         pipeline.scheme.layers_of_stage(stage), pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
     )
@@ -158,15 +164,17 @@ def _pass(position: int, pipeline: Pipeline, number: int, stage: int, kind: Pass
         how += f", gradients of each unit reduced to {pipeline.scheme.degree} shares"
     if kind is PassKind.BACKWARD and is_split:
         how += ", gradients of weights later"
+    tokens = "" if part.is_alone else f"tokens {part.tokens.start} to {part.tokens.stop - 1} of "
     return Operation(
         kind=PASSES[kind],
         ranks=pipeline.ranks_of(stage),
         what=(
-            f"of micro-batch {number} of pipeline {position}, stage {stage}: sequences {_named(micro_batch.pack.ids)}, "
-            f"{how}"
+            f"of micro-batch {part.name} of pipeline {position}, stage {stage}: {tokens}sequences "
+            f"{_named(micro_batch.pack.ids)}, {how}"
         ),
         pipeline=position,
-        micro_batch=number,
+        micro_batch=part.micro_batch,
+        number=part.number,
     )
 
 
@@ -180,34 +188,36 @@ def _how(layers: range, methods: tuple[Method, ...], recompute: tuple[bool, ...]
 
 
 def _message(
-    position: int, pipeline: Pipeline, number: int, place: int, source: int, target: int, is_backward: bool, *,
+    position: int, pipeline: Pipeline, part: Slice, place: int, *, between: tuple[int, int], is_backward: bool,
     sends: bool,
 ) -> Operation:  # fmt: skip
+    source, target = between
     return Operation(
         kind=OperationKind.SEND if sends else OperationKind.RECEIVE,
         ranks=(pipeline.ranks_of(source)[place], pipeline.ranks_of(target)[place]),
-        what=f"the {'gradient' if is_backward else 'output'} of micro-batch {number} of pipeline {position}",
+        what=f"the {'gradient' if is_backward else 'output'} of micro-batch {part.name} of pipeline {position}",
         pipeline=position,
-        micro_batch=number,
+        micro_batch=part.micro_batch,
+        number=part.number,
         is_backward=is_backward,
-        num_tokens=num_tokens_of(pipeline.micro_batches[number], place, pipeline.scheme.degree),
+        num_tokens=num_tokens_of(len(part.tokens), place, pipeline.scheme.degree),
     )
 
 
-def num_tokens_of(micro_batch: PlannedMicroBatch, place: int, degree: int) -> int:
-    """Tokens of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
-    num_per_rank, more = divmod(micro_batch.pack.num_tokens, degree)
+def num_tokens_of(num_tokens: int, place: int, degree: int) -> int:
+    """Those of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
+    num_per_rank, more = divmod(num_tokens, degree)
     return num_per_rank + (place < more)
 
 
 def shares_of(plan: StepPlan, rank: int) -> set[int]:
-    """How many tokens ``rank`` holds of the micro-batches that it computes."""
+    """How many tokens ``rank`` holds of what each of its passes computes."""
     return {
-        num_tokens_of(micro_batch, pipeline.ranks_of(stage).index(rank), pipeline.scheme.degree)
+        num_tokens_of(len(part.tokens), pipeline.ranks_of(stage).index(rank), pipeline.scheme.degree)
         for pipeline in plan.pipelines
         for stage in range(pipeline.scheme.num_stages)
         if rank in pipeline.ranks_of(stage)
-        for micro_batch in pipeline.micro_batches
+        for part in slices_of(pipeline)
     }
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import exposed_update_s
+from lengthwise.core.sliced_passes import slices_of
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.sim.pipeline import PipelineRun, run_pipeline
 from lengthwise.sim.sim_options import SimOptions
@@ -77,18 +78,18 @@ def _cover_s(phase: PhaseRun) -> float:
 
 
 def _slowdowns(plan: StepPlan, options: SimOptions) -> list[Sequence[Sequence[float]]]:
-    """[S][V] per pipeline: the slowest rank of each stage, times the jitter of each micro-batch there."""
+    """[S][N] per pipeline: the slowest rank of each stage, times the jitter of each micro-batch there."""
     noise = np.random.Generator(np.random.Philox(key=np.array([options.seed, plan.step], dtype=np.uint64)))
     slowdowns: list[Sequence[Sequence[float]]] = []
     for pipeline in plan.pipelines:
         slowest = _slowest_ranks(pipeline, options)
-        count = len(pipeline.micro_batches)
+        slices = slices_of(pipeline)
         if options.jitter:
-            draws = noise.standard_normal((len(slowest), count))
+            draws = noise.standard_normal((len(slowest), len(pipeline.micro_batches)))
             factors = np.exp(options.jitter * draws - options.jitter**2 / 2) * np.array(slowest)[:, None]
-            slowdowns.append(factors.tolist())
+            slowdowns.append(factors[:, [part.micro_batch for part in slices]].tolist())
         else:
-            slowdowns.append([[factor] * count for factor in slowest])
+            slowdowns.append([[factor] * len(slices) for factor in slowest])
     return slowdowns
 
 

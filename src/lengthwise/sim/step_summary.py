@@ -74,7 +74,7 @@ def _times_s(run: PipelineRun, stage: int) -> tuple[float, float]:
     now_s = run.start_s
     for stage_pass in run.stages[stage]:
         gaps_s += stage_pass.start_s - now_s
-        communicating_s += run.comm_shares[stage_pass.micro_batch] * (stage_pass.end_s - stage_pass.start_s)
+        communicating_s += run.comm_shares[stage_pass.number] * (stage_pass.end_s - stage_pass.start_s)
         now_s = stage_pass.end_s
     return gaps_s + run.end_s - now_s, communicating_s
 

@@ -12,8 +12,9 @@ from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.planning import make_sampler
 from tests.cli.runs import lengthwise, make_corpus, settings

@@ -7,7 +7,8 @@ import pytest
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import Span, SpanKind, Timeline
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.charts.lanes import MOST_ROWS, num_lanes, shown_lanes, step_chart

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run

@@ -12,8 +12,9 @@ from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.compile.compiled_layers import CompiledLayers
 from lengthwise.runtime.models.registry import build_model

@@ -15,7 +15,8 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.state.propagation import UnitRoute
 from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, random_case, run_plan

@@ -12,7 +12,8 @@ import torch
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.train import execute_step as step
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable

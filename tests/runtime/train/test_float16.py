@@ -11,7 +11,8 @@ import torch
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import dense_scheme
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.memory_model import state_parts
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lengthwise.core.pipeline_config import Method, ulysses_degree
+from lengthwise.core.head_split import ulysses_degree
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.planned_pipelines import ANY_MODEL_METHODS
 from lengthwise.runtime.parallel.attention_blocks import Task

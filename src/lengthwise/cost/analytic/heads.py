@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.core.head_split import head_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

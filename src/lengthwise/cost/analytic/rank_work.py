@@ -8,8 +8,9 @@ import numpy as np
 from lengthwise.core.batch import num_targets
 from lengthwise.core.layout import shard_size
 from lengthwise.core.parameter_shapes import stage_unit_sizes
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.grouped_heads import grouped_heads, has_groups
 from lengthwise.cost.analytic.layer_bytes import ffn_forward_flops, has_tiles

@@ -6,7 +6,8 @@ all heads are attended with, and a float32 log-sum-exp per head, in the split in
 
 from dataclasses import replace
 
-from lengthwise.core.pipeline_config import Method, ulysses_degree
+from lengthwise.core.head_split import ulysses_degree
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.analytic.volume import LayerPass

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method, ulysses_degree
+from lengthwise.core.head_split import ulysses_degree
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.links import SENT_NOTHING, Sent

@@ -12,7 +12,8 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig
-from lengthwise.core.step_plan import PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.wording import needed_and_available
 from lengthwise.plan.planner import Planner
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import (
     DraftPlan,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lengthwise.core.cut_plan import CutPlan
 from lengthwise.core.errors import InfeasibleError, InputError, LengthwiseError
-from lengthwise.core.step_plan import PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange, exchange
 from lengthwise.runtime.loop.call_order import all_succeed

@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.planned_pipelines import make_shard
 from lengthwise.runtime.loop.run_state import RunState

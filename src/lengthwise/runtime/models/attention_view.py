@@ -28,6 +28,8 @@ class AttentionView:
     tree: PrefixTree | None = None
     """Where sequences share what they begin with: the segments between ``cu_seqlens``, each of which also sees all of
     those that it continues. In the pack's own order alone."""
+    num_before: int = 0
+    """Tokens of the first sequence that are computed before these, of a slice of a pack."""
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +51,9 @@ class AttentionView:
         if self.tree is not None:
             return self.tree.positions
         starts = np.repeat(self.cu_seqlens[:-1], [end - start for start, end in pairwise(self.cu_seqlens)])
-        return (np.arange(self.num_tokens) - starts)[self.places]
+        offsets = np.arange(self.num_tokens) - starts
+        offsets[: self.cu_seqlens[1]] += self.num_before
+        return offsets[self.places]
 
 
 def in_order(cu_seqlens: tuple[int, ...], *, causal: bool, tree: PrefixTree | None = None) -> AttentionView:

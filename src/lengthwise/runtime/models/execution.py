@@ -23,6 +23,8 @@ from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products, Weight
 from lengthwise.runtime.models.targets import rows_with_target
 from lengthwise.runtime.models.tiles import Tiles
 
+SliceAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of a slice of a pack: queries [t, N, H], keys and values [t, K, H] to outputs [t, N, H]."""
 MakeTables = Callable[[np.ndarray], Tables | None]
 """A model's rotary tables for tokens at some offsets of their sequences; None where it has none."""
 
@@ -61,6 +63,23 @@ class Offload(Protocol):
         ...
 
 
+class PackPart(Protocol):
+    """A slice of a pack, of whose sequences other slices have tokens, too."""
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets of the sequence boundaries within the slice."""
+        ...
+
+    def views(self, views: Sequence[AttentionView]) -> tuple[AttentionView, ...]:
+        """The views of layers within the slice, made from those of the pack."""
+        ...
+
+    def attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention:
+        """Attention of ``layer``, over the slices before, too."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
     """What becomes of the activations of one micro-batch between forward and backward, by layer of the model."""
@@ -79,6 +98,8 @@ class ActivationPlan:
     """Moves them; needed where layers are offloaded."""
     weight_gradients: WeightGradients | None = None
     """Takes the gradients of weights that the backward leaves for later; None: it leaves none."""
+    part: PackPart | None = None
+    """The slice of the pack that is computed; None: all of it."""
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
@@ -97,6 +118,14 @@ class ActivationPlan:
     def kept_attention(self, layer: int) -> KeptAttention | None:
         """What the attention of ``layer`` keeps for its second forward; None: it has none, or runs again in it."""
         return KeptAttention() if self.keep_attention and self.is_recomputed(layer) else None
+
+    def views(self, views: Sequence[AttentionView]) -> Sequence[AttentionView]:
+        """``views`` of the pack, or of its slice."""
+        return views if self.part is None else self.part.views(views)
+
+    def slice_attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention | None:
+        """Attention of ``layer`` in a slice; None: all of the pack is computed."""
+        return None if self.part is None else self.part.attention(layer, kept_attention)
 
     def saving(self, layer: int, lasting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Around the forward of ``layer``: what it saves stays or is offloaded, but for ``lasting`` tensors."""
@@ -163,9 +192,11 @@ class OneDevice:
         watch: ExecutionWatch | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``views``: of the layers, in turn; ``device``: where the model is, if tokens and targets are on the host."""
+        """``views``: of the layers over the whole pack, in turn; ``device``: where the model is, if tokens and targets
+        are on the host.
+        """
         self.layers, self.watch = layers, watch or ExecutionWatch()
-        self.views, self._activations = views, activations
+        self.views, self._activations = activations.views(views), activations
         device = device or tokens_T.device
         self.tokens_T = to_device(tokens_T, device)
         self.targets_T = None if targets_T is None else to_device(targets_T, device)
@@ -173,7 +204,7 @@ class OneDevice:
         self._target_rows_R = (
             to_device(rows_with_target(targets_T), device) if on_host and targets_T is not None else None
         )
-        self._tables = [tables(view.offsets) for view in views]
+        self._tables = [tables(view.offsets) for view in self.views]
 
     def offsets(self) -> Tensor:
         """Positions of all tokens in their sequences, [T]."""
@@ -188,7 +219,8 @@ class OneDevice:
         number = layer % len(self.views)
         tiles, products = self._activations.tiles(layer), self._activations.products(layer)
         results = self._activations.kept_attention(layer)
-        return Dense(self.views[number], self._tables[number], tiles, products, results)
+        in_slice = self._activations.slice_attention(layer, results)
+        return Dense(self.views[number], self._tables[number], tiles, products, results, in_slice)
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""

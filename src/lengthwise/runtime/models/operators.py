@@ -134,9 +134,11 @@ class Dense:
         tiles: Tiles = ALL_AT_ONCE,
         products: Products = WHOLE_BACKWARDS,
         kept_attention: KeptAttention | None = None,
+        slice_attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
+        """``slice_attention``: in place of that within the view, where the view is of a slice of a pack."""
         self.view, self.tables, self.tiles, self.products = view, tables, tiles, products
-        self.kept_attention = kept_attention
+        self.kept_attention, self.slice_attention = kept_attention, slice_attention
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
@@ -145,6 +147,8 @@ class Dense:
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention of projected queries, keys and values, ``[T, N, H]``."""
+        if self.slice_attention is not None:
+            return self.slice_attention(q_TNH, k_TKH, v_TKH)
         with kernels_of(self.kept_attention):
             return attend_in(self.view, q_TNH, k_TKH, v_TKH)
 

@@ -188,10 +188,10 @@ def _tasks_within(view: AttentionView, queries: np.ndarray, keys: np.ndarray, *,
         )  # fmt: skip
         if task.num_keys:
             tasks.append(task)
-    return _joined(tasks)
+    return joined(tasks)
 
 
-def _joined(tasks: Sequence[Task]) -> list[Task]:
+def joined(tasks: Sequence[Task]) -> list[Task]:
     """Merge neighbouring tasks of equal size into one."""
     joined: list[Task] = []
     for task in tasks:

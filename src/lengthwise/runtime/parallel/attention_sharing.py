@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.core.head_split import head_bounds
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.head_exchange import Core, UlyssesShards, ulysses_attention

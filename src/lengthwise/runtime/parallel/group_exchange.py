@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.core.head_split import head_bounds
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.parallel.head_exchange import UlyssesShards

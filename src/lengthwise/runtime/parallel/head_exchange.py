@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.core.head_split import head_bounds
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
@@ -81,6 +81,8 @@ def ulysses_attention(
     such an attention keeps for a second forward.
     """
     group, sizes = exchange.group, exchange.sizes
+    if group.size == 1 and core is not None:
+        return core(q_tNH, k_tKH, v_tKH, 0)
     if group.size == 1:
         with kernels_of(kept_attention):
             return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.runtime.models.execution import SliceAttention
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, Dense, FfnWeights, Operators
 from lengthwise.runtime.parallel.head_exchange import ulysses_attention
@@ -28,6 +29,7 @@ def make_operators(method: Method) -> MakeOperators:
 
 
 def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    in_slice = stage.slice_attention
     wrap = stage.whole if WEIGHTS_OF[method] is WeightPlacement.WHOLE else stage.gathered
     return TokenLocal(
         whole_attention=wrap(attention),
@@ -36,7 +38,7 @@ def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWe
         tiles=stage.tiles,
         grouped=stage.in_head_groups(attention) if method in HEAD_GROUP_METHODS else None,
         kept_attention=stage.kept_attention,
-        attend=_ATTENTION[method](stage.view, stage.kept_attention),
+        attend=_ATTENTION[method](stage.view, stage.kept_attention) if in_slice is None else _in_slice(stage, in_slice),
     )
 
 
@@ -44,7 +46,8 @@ def _dense(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> O
     """One device; with groups of heads as Ulysses among one rank."""
     if stage.head_groups > 1:
         return _sequence_parallel(Method.ULYSSES, stage, attention, ffn)
-    return Dense(stage.view.view, stage.view.tables, stage.tiles, stage.products, stage.kept_attention)
+    view, tables = stage.view.view, stage.view.tables
+    return Dense(view, tables, stage.tiles, stage.products, stage.kept_attention, stage.slice_attention)
 
 
 def _in_ring(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
@@ -64,6 +67,11 @@ def _in_two_rounds(view: StageView, kept_attention: KeptAttention | None) -> Cro
 def _by_heads(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:
     """DeepSpeed-Ulysses (Jacobs et al. 2023): all-to-alls trade tokens for heads and back, two in each direction."""
     return partial(ulysses_attention, exchange=view.exchange, kept_attention=kept_attention)
+
+
+def _in_slice(stage: LayerStage, in_slice: SliceAttention) -> CrossTokenAttention:
+    """Ulysses around the attention of a slice, whose earlier keys and values each rank has for its heads."""
+    return partial(ulysses_attention, exchange=stage.view.exchange, core=lambda q, k, v, first_head: in_slice(q, k, v))
 
 
 def _on_grid(view: StageView, kept_attention: KeptAttention | None) -> CrossTokenAttention:

@@ -45,7 +45,7 @@ class StageExecution:
         layers: range | None = None,
         watch: ExecutionWatch | None = None,
     ) -> None:
-        """Tokens and targets are best on the host, as ranks look at them there.
+        """Tokens and targets, of a slice of the pack or all of it, are best on the host, as ranks look at them there.
 
         ``methods``: one per layer; ``layers``: of this stage, or all of them.
 
@@ -59,7 +59,8 @@ class StageExecution:
         self.watch = watch or ExecutionWatch()
         self._is_sharded = weights is WeightPlacement.SHARDED
         self._vocabulary = row_bounds("embedding", model.spec, degree=group.size)
-        views = model.views(cu_seqlens)
+        views = activations.views(model.views(cu_seqlens))
+        cu_seqlens = cu_seqlens if activations.part is None else activations.part.cu_seqlens
         shards = shard_tokens(cu_seqlens, degree=group.size, causal=model.spec.causal)
         self._places, self._offsets = shards.places, views[0].offsets
         self._tokens_T, self._targets_T, self._device = tokens_T.cpu(), targets_T.cpu(), _device_of(model)
@@ -72,6 +73,7 @@ class StageExecution:
         self._operators: dict[int, Operators] = {}
         for number in self.layers:
             layer: Any = model.layers[number]
+            kept_attention = activations.kept_attention(number)
             stage = LayerStage(
                 view=self._views[number % len(views)],
                 bounds=bounds,
@@ -80,7 +82,8 @@ class StageExecution:
                 tiles=activations.tiles(number),
                 head_groups=activations.head_groups,
                 products=activations.products(number),
-                kept_attention=activations.kept_attention(number),
+                kept_attention=kept_attention,
+                slice_attention=activations.slice_attention(number, kept_attention),
                 watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights

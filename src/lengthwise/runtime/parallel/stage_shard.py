@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.pipeline_config import Method, ulysses_degree
+from lengthwise.core.head_split import ulysses_degree
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
-from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
+from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables, SliceAttention
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, LayerWeights, Tables
@@ -167,6 +168,8 @@ class LayerStage:
     products: Products
     kept_attention: KeptAttention | None
     """What attention keeps for the second forward of the layer."""
+    slice_attention: SliceAttention | None
+    """Attention of this rank's heads in a slice of a pack; None: all of the pack is computed."""
     watch: ExecutionWatch
 
     @property

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.head_split import shared_by
 from lengthwise.core.layer_profile import Identity, LayerTable
-from lengthwise.core.pipeline_config import Method, shared_by
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.layer_kinds import kinds_of

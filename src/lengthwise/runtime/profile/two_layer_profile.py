@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.head_split import shared_by
 from lengthwise.core.layer_profile import AS_PREPARED, LayerRow, LayerTable, LayerVariant, LinkRow
-from lengthwise.core.pipeline_config import Method, shared_by
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory

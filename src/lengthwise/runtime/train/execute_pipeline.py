@@ -12,7 +12,9 @@ from torch import Tensor
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import PipelineConfig
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.sliced_passes import Slice, slices_of
+from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.timeline import PUSH, SpanKind
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
@@ -22,6 +24,7 @@ from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.parallel.slice_attention import PackSlice, SliceKeys
 from lengthwise.runtime.state.gradient_shares import GRADIENT_SHARES
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.state.sharded import ShardedState
@@ -57,13 +60,25 @@ class StepWatch(ExecutionWatch):
 
 @dataclass
 class InFlight:
-    """A micro-batch between its forward and its backward on this rank."""
+    """A micro-batch, or one of its slices, between its forward and its backward on this rank."""
 
     received: StageInput | None
     """Of what the stage before sent; None on the first stage."""
     output: Tensor
     """[t, D], or on the last stage the scalar loss."""
     sent: AsyncResult | None = None
+
+
+class SlicedMicroBatch:
+    """A micro-batch that is computed in slices: its tensors, and its keys and values on this rank."""
+
+    def __init__(self, tensors: MicroBatchTensors) -> None:
+        self.tensors = tensors
+        self._keys: dict[int, SliceKeys] = {}
+
+    def slice(self, tokens: range) -> PackSlice:
+        """One of its slices."""
+        return PackSlice(tokens=tokens, pack_bounds=self.tensors.cu_seqlens, keys=self._keys)
 
 
 @dataclass(kw_only=True)
@@ -89,6 +104,9 @@ class WeightPhaseRun:
         self._in_flight: dict[tuple[int, int], InFlight] = {}
         self._weight_gradients: dict[tuple[int, int], WeightGradients] = {}
         """Of micro-batches whose backwards are split, from the forward until their gradients of weights are there."""
+        self._slices = [slices_of(pipeline) for pipeline in self.plan.pipelines]
+        self._sliced: dict[tuple[int, int], SlicedMicroBatch] = {}
+        """Micro-batches that are cut into slices, from the forward of the first one until its backward."""
         self._received: Tensor | None = None
         self._going: list[AsyncResult] = []
         self.loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
@@ -156,6 +174,7 @@ class WeightPhaseRun:
             self.failure = self._failure(operation, error)
         # and not before: the error holds on to what was computed
         self._in_flight = {k: flying for k, flying in self._in_flight.items() if pipelines[k[0]].scheme.num_devices > 1}
+        self._sliced = {k: sliced for k, sliced in self._sliced.items() if pipelines[k[0]].scheme.num_devices > 1}
         self.loss = torch.full_like(self.loss, torch.nan)
 
     def _failure(self, operation: Operation, error: Exception) -> MicroBatchFailure:
@@ -169,7 +188,7 @@ class WeightPhaseRun:
         execution = self._execution(operation, pipeline, micro_batch)
         x_tD, self._received = self._received, None
         received = None if x_tD is None else StageInput(x_tD.shape, x_tD.dtype)
-        with self.clock.span(SpanKind.COMPUTE, f"forward {operation.micro_batch}"):
+        with self.clock.span(SpanKind.COMPUTE, f"forward {self._slice(operation).name}"):
             if received is not None and x_tD is not None:
                 x_tD = received.enter(x_tD)
             output = self.model.run(execution, x_tD)
@@ -177,13 +196,13 @@ class WeightPhaseRun:
                 output = output / self.plan.loss_normaliser
                 self.loss += output.detach()
         if not self.forward_only or output.ndim:
-            self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(received, output)
+            self._in_flight[operation.pipeline, operation.number] = InFlight(received, output)
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _backward(self, operation: Operation) -> None:
-        in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
+        in_flight = self._in_flight[operation.pipeline, operation.number]
         gradient, self._received = self._received, None
-        with self.clock.span(SpanKind.COMPUTE, f"backward {operation.micro_batch}"):
+        with self.clock.span(SpanKind.COMPUTE, f"backward {self._slice(operation).name}"):
             if self.plan.pipelines[operation.pipeline].scheme.shard_gradients:
                 group = self._world.groups.of(operation.ranks, GRADIENT_SHARES)
                 assert group is not None, "a rank computes in pipelines that it is in"
@@ -197,12 +216,14 @@ class WeightPhaseRun:
         if in_flight.sent is not None:
             in_flight.sent.wait()  # it has arrived: its gradient came back
         if in_flight.received is None:
-            del self._in_flight[operation.pipeline, operation.micro_batch]
+            del self._in_flight[operation.pipeline, operation.number]
+        if not self._slice(operation).part:  # the last one to go back
+            self._sliced.pop((operation.pipeline, operation.micro_batch), None)
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _finish_backward(self, operation: Operation) -> None:
         """Compute the gradients of weights that a split backward left for later."""
-        with self.clock.span(SpanKind.COMPUTE, f"{operation.kind} {operation.micro_batch}"):
+        with self.clock.span(SpanKind.COMPUTE, f"{operation.kind} {self._slice(operation).name}"):
             self._weight_gradients.pop((operation.pipeline, operation.micro_batch)).compute(self._watch.complete)
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
@@ -213,16 +234,16 @@ class WeightPhaseRun:
             operation.num_tokens, self.model.spec.hidden_size, dtype=self.state.compute_dtype, device=self._world.device
         )
         with self.clock.span(SpanKind.WAIT, "bubble"):
-            group.receive(x_tD, source, tag=operation.micro_batch).wait()
+            group.receive(x_tD, source, tag=operation.number).wait()
         self._received = x_tD
 
     def _send(self, operation: Operation) -> None:
         group, _, target = self._channel(operation)
-        in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
+        in_flight = self._in_flight[operation.pipeline, operation.number]
         if not operation.is_backward and not self.forward_only:
-            in_flight.sent = group.send(in_flight.output.detach(), target, tag=operation.micro_batch)
+            in_flight.sent = group.send(in_flight.output.detach(), target, tag=operation.number)
             return
-        del self._in_flight[operation.pipeline, operation.micro_batch]
+        del self._in_flight[operation.pipeline, operation.number]
         if self.forward_only:
             self._begin_send(group, in_flight.output, target, operation)
             return
@@ -231,7 +252,10 @@ class WeightPhaseRun:
 
     def _begin_send(self, group: Group, x_tD: Tensor, target: int, operation: Operation) -> None:
         self._going = [going for going in self._going if not going.is_done]
-        self._going.append(group.send(x_tD, target, tag=operation.micro_batch))
+        self._going.append(group.send(x_tD, target, tag=operation.number))
+
+    def _slice(self, operation: Operation) -> Slice:
+        return self._slices[operation.pipeline][operation.number]
 
     def _of(self, operation: Operation) -> tuple[Pipeline, PlannedMicroBatch]:
         pipeline = self.plan.pipelines[operation.pipeline]
@@ -248,12 +272,12 @@ class WeightPhaseRun:
 
     def _execution(self, operation: Operation, pipeline: Pipeline, micro_batch: PlannedMicroBatch) -> Execution:
         scheme = pipeline.scheme
-        with self.clock.span(SpanKind.DATA, f"data {operation.micro_batch}"):
-            fed = self.feeds(micro_batch.pack)
+        with self.clock.span(SpanKind.DATA, f"data {self._slice(operation).name}"):
+            fed, part = self._feed(operation, micro_batch)
         stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
         weight_gradients = self._weight_gradients.get((operation.pipeline, operation.micro_batch))
         layers = scheme.layers_of_stage(stage)
-        activations = self._activations(pipeline.scheme_of(micro_batch), weight_gradients)
+        activations = self._activations(pipeline.scheme_of(micro_batch), weight_gradients, part)
         if scheme.degree == 1 and activations.head_groups == 1:
             return OneDevice(
                 fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
@@ -274,7 +298,22 @@ class WeightPhaseRun:
             watch=self._watch,
         )
 
-    def _activations(self, scheme: PipelineConfig, weight_gradients: WeightGradients | None) -> ActivationPlan:
+    def _feed(self, operation: Operation, micro_batch: PlannedMicroBatch) -> tuple[MicroBatchTensors, PackSlice | None]:
+        """The tensors of a pass, and the slice of the pack that it computes; None: all of it."""
+        part = self._slice(operation)
+        if part.is_alone:
+            return self.feeds(micro_batch.pack), None
+        key = operation.pipeline, operation.micro_batch
+        if not part.part:
+            self._sliced[key] = SlicedMicroBatch(self.feeds(micro_batch.pack))
+        sliced = self._sliced[key]
+        if self.forward_only and part.tokens.stop == micro_batch.pack.num_tokens:
+            del self._sliced[key]
+        return sliced.tensors.of(part.tokens), sliced.slice(part.tokens)
+
+    def _activations(
+        self, scheme: PipelineConfig, weight_gradients: WeightGradients | None, part: PackSlice | None
+    ) -> ActivationPlan:
         is_offloaded = scheme.num_offloaded > 0 and not self.forward_only
         return ActivationPlan(
             recompute=scheme.recompute,
@@ -284,6 +323,7 @@ class WeightPhaseRun:
             keep_attention=scheme.keep_attention,
             host=self._world.offload.micro_batch() if is_offloaded else None,
             weight_gradients=weight_gradients,
+            part=part,
         )
 
 

@@ -39,11 +39,19 @@ class LossMaskSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTensors:
-    """The tensors of one micro-batch, on the host until they are needed elsewhere. T tokens, padding included."""
+    """The tensors of one micro-batch, on the host until they are needed elsewhere. T tokens, padding included, or those
+    of one slice.
+    """
 
     tokens_T: Tensor
     targets_T: Tensor
     cu_seqlens: tuple[int, ...]
+    """Of the whole pack."""
+
+    def of(self, tokens: range) -> "MicroBatchTensors":
+        """The tensors of some neighbouring tokens."""
+        tokens_t, targets_t = (x_T[tokens.start : tokens.stop] for x_T in (self.tokens_T, self.targets_T))
+        return MicroBatchTensors(tokens_T=tokens_t, targets_T=targets_t, cu_seqlens=self.cu_seqlens)
 
     def to(self, device: torch.device) -> "MicroBatchTensors":
         """Copy the tensors to ``device``, while it computes."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lengthwise.core.pipeline_config import Method, shared_by
+from lengthwise.core.head_split import shared_by
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 

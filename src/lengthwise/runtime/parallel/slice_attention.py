@@ -1,0 +1,144 @@
+"""Attention of slices of a pack: the queries of a slice over its own keys and those of the slices before it.
+
+Keys and values of all slices stay until the first slice's backward. Backwards run in reverse, so a slice's keys and
+values have the gradients of all slices behind it when its own backward comes.
+
+T tokens of the pack, t of the slice, N query heads, K key/value heads, H head size; heads are those of this rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.execution import SliceAttention
+from lengthwise.runtime.models.kept_attention import KeptAttention
+from lengthwise.runtime.parallel.attention_blocks import Task, joined
+from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
+
+
+class SliceKeys:
+    """Keys and values of a micro-batch in one layer, and the gradients that later slices have given them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._keys_values: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def put(self, tokens: range, k_tKH: Tensor, v_tKH: Tensor) -> None:
+        """Keep keys and values of a slice."""
+        if not self._keys_values:
+            self._keys_values = [x.new_empty(self._num_tokens, *x.shape[1:]) for x in (k_tKH, v_tKH)]
+        for kept, x in zip(self._keys_values, (k_tKH, v_tKH)):
+            kept[tokens.start : tokens.stop].copy_(x)
+
+    def of(self, tokens: range) -> tuple[Tensor, Tensor]:
+        """Keys and values of neighbouring tokens, ``[tokens, K, H]``."""
+        keys, values = (kept[tokens.start : tokens.stop] for kept in self._keys_values)
+        return keys, values
+
+    def add(self, tokens: range, gradients: Sequence[Tensor]) -> None:
+        """Add gradients of the keys and values of ``tokens``, in float32 at least."""
+        if not self._gradients:
+            self._gradients = [
+                kept.new_zeros(kept.shape, dtype=torch.promote_types(kept.dtype, torch.float32))
+                for kept in self._keys_values
+            ]
+        for total, gradient in zip(self._gradients, gradients):
+            total[tokens.start : tokens.stop].add_(gradient)
+
+    def take(self, tokens: range) -> list[Tensor]:
+        """The gradients of a slice's keys and values, once all slices behind it have added theirs; the first slice is
+        the last to ask.
+        """
+        dtypes = [kept.dtype for kept in self._keys_values]
+        taken = [total[tokens.start : tokens.stop].to(dtype) for total, dtype in zip(self._gradients, dtypes)]
+        if not tokens.start:
+            self._keys_values, self._gradients = [], []
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackSlice:
+    """Neighbouring tokens of a pack that are computed by passes of their own."""
+
+    tokens: range
+    pack_bounds: tuple[int, ...]
+    """Offsets of the pack's sequence boundaries."""
+    keys: dict[int, SliceKeys] = field(repr=False)
+    """By layer, of all slices of the micro-batch on this rank; filled as layers run."""
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets of the boundaries within the slice of the sequences that are in it, from 0 to t."""
+        inside = [bound - self.tokens.start for bound in self.pack_bounds if bound in self.tokens[1:]]
+        return (0, *inside, len(self.tokens))
+
+    @property
+    def num_before(self) -> int:
+        """Tokens of its first sequence in slices before it."""
+        return self.tokens.start - max(bound for bound in self.pack_bounds if bound <= self.tokens.start)
+
+    def views(self, views: Sequence[AttentionView]) -> tuple[AttentionView, ...]:
+        """The views of layers within the slice, made from those of the pack."""
+        return tuple(replace(view, cu_seqlens=self.cu_seqlens, num_before=self.num_before) for view in views)
+
+    def attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention:
+        """Attention of ``layer``; ``kept_attention``: what it keeps for a second forward."""
+        keys = self.keys.setdefault(layer, SliceKeys(self.pack_bounds[-1]))
+        return partial(attend_slice, part=self, keys=keys, kept_attention=kept_attention)
+
+    @cached_property
+    def seen(self) -> range:
+        """The tokens of the pack whose keys any query of the slice sees."""
+        return range(self.tokens.start - self.num_before, self.tokens.stop)
+
+    @cached_property
+    def ring(self) -> Ring:
+        """The tasks of this rank alone: each sequence over itself, and the first one over what is before the slice."""
+        own = [
+            Task(query=start, num_queries=end - start, key=self.num_before + start, num_keys=end - start, causal=True)
+            for start, end in pairwise(self.cu_seqlens)
+        ]
+        before = [Task(query=0, num_queries=self.cu_seqlens[1], key=0, num_keys=self.num_before)]
+        tasks = (*joined(own), *(before if self.num_before else ()))
+        return Ring(group=Group(rank=0), sizes=(len(self.seen),), tasks=(tasks,))
+
+
+def attend_slice(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, part: PackSlice, keys: SliceKeys, kept_attention: KeptAttention | None
+) -> Tensor:
+    """Causal attention of a slice's queries, ``[t, N, H]``; its keys and values stay in ``keys`` for later slices."""
+    out: Tensor = _SliceAttention.apply(q_tNH, k_tKH, v_tKH, part, keys, kept_attention)
+    return out
+
+
+class _SliceAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, part, keys, kept_attention):  # type: ignore[no-untyped-def]
+        keys.put(part.tokens, k, v)
+        k, v = keys.of(part.seen)
+
+        def attend():  # type: ignore[no-untyped-def]
+            return ring_forward(q, k, v, part.ring)
+
+        out, lse = attend() if kept_attention is None else kept_attention.give(attend)
+        ctx.part, ctx.keys = part, keys
+        ctx.save_for_backward(q, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        q, out, lse = ctx.saved_tensors
+        k, v = ctx.keys.of(ctx.part.seen)
+        dq, *gradients = ring_backward(dout, q, k, v, out, lse, ctx.part.ring)
+        ctx.keys.add(ctx.part.seen, gradients)
+        return dq, *ctx.keys.take(ctx.part.tokens), None, None, None
