@@ -2,17 +2,19 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
-from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import (
     HEAD_GROUP_METHODS,
+    SLICE_METHODS,
     SPLIT_BACKWARD_METHODS,
     WEIGHTS_OF,
     Method,
     PipelineConfig,
     WeightPlacement,
 )
-from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, StepPlan
 
@@ -50,7 +52,9 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
     pipelines = [
         Pipeline(
             ranks=ranks, scheme=scheme, phase=phase,
-            micro_batches=tuple(random_micro_batch(rng, batch, positions, scheme) for positions in packs),
+            micro_batches=tuple(
+                maybe_sliced(batch, random_micro_batch(rng, batch, positions, scheme), scheme) for positions in packs
+            ),
         )
         for (phase, ranks, scheme), packs in zip(schemes, held)
     ]  # fmt: skip
@@ -133,3 +137,14 @@ def random_micro_batch(
     time_s = 1.0 + ladder.random() * micro_batch.pack.num_tokens
     weights_s = time_s * ladder.choice((0.0, 0.1, 1 / 3))
     return replace(micro_batch, time_s=time_s, weights_s=weights_s, offload=None, tile_tokens=None, head_groups=None)
+
+
+def maybe_sliced(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: PipelineConfig) -> PlannedMicroBatch:
+    """The micro-batch cut anywhere into any number of slices, half of the time that model and methods can."""
+    rng, num_tokens = random.Random(f"{micro_batch.pack.ids} {batch.step}"), micro_batch.pack.num_tokens
+    is_able = batch.objective == NEXT_TOKEN and SLICE_METHODS.issuperset(micro_batch.methods or scheme.methods)
+    if not is_able or scheme.zero_bubble or num_tokens == 1 or rng.random() < 0.5:
+        return micro_batch
+    cuts = [0, *sorted(rng.sample(range(1, num_tokens), rng.randint(1, min(5, num_tokens - 1)))), num_tokens]
+    slices = tuple(PlannedSlice(end - start, rng.random()) for start, end in pairwise(cuts))
+    return replace(micro_batch, slices=slices, head_groups=None)

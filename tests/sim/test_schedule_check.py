@@ -67,7 +67,7 @@ def test_every_rank_of_a_stage_runs_the_passes_of_each_micro_batch_in_the_order_
             assert (steps[0].kind, steps[-1].kind) == (PULL, PUSH)
             for one in steps:
                 if one.kind in PASSES.values():
-                    found.setdefault((one.pipeline, rank), []).append((one.kind, one.micro_batch))
+                    found.setdefault((one.pipeline, rank), []).append((one.kind, one.number))
     for position, pipeline in enumerate(plan.pipelines):
         for stage, order in enumerate(pass_orders(pipeline, schedule)):
             for rank in pipeline.ranks_of(stage):

@@ -79,7 +79,8 @@ def sliced_orders(
     """The passes of each stage in order, by the number of the slice; where nothing is cut, 1F1B or GPipe.
 
     Before each backward the last stage runs the forwards that it needs, and one more if what it has in flight leaves
-    room for that; every stage before runs one more than the stage behind it, room permitting.
+    room for that; every stage before runs one more than the stage behind it, room permitting. A stage without others
+    runs what it needs.
 
     Args:
         counts: slices of each micro-batch.
@@ -94,7 +95,7 @@ def sliced_orders(
     if schedule is PipelineSchedule.GPIPE:
         ahead = [ends[-1] if ends else 0] * len(backwards)
         return (_order(ahead, backwards),) * num_stages
-    forwards_before = _last_stage(needed, backwards, kept_bytes, limit_bytes)
+    forwards_before = needed if num_stages == 1 else _last_stage(needed, backwards, kept_bytes, limit_bytes)
     orders = [_order(forwards_before, backwards)]
     for _ in range(num_stages - 1):
         forwards_before = _one_more(forwards_before, backwards, kept_bytes, limit_bytes)

@@ -1,12 +1,20 @@
 """Micro-batches in slices on ranks: later slices see earlier keys, and every gradient is that of one device."""
 
+import random
 from dataclasses import replace
+from itertools import pairwise
+from unittest import mock
 
 import pytest
 
+from lengthwise.core.errors import InputError
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedSlice
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.loop.planned_pipelines import check_executable as check_any_model
+from lengthwise.runtime.train.executable import check_compiled, check_executable
+from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun
 from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, run_plan
 from tests.runtime.train.test_execute_pipeline import batch_of, plan_of
 from tests.sim.random_plans import SPEC
@@ -57,9 +65,62 @@ def test_slices_of_other_causal_families_and_under_gpipe_do(ranks):
     ranks(2).run(_check, SCHEMES["two stages"], ["llama"], schedule=PipelineSchedule.GPIPE)
 
 
-def _check(scheme, families, **options):
+def _check(scheme, families, cuts=CUTS, **options):
     for name in families:
         batch = batch_of(*LENGTHS, spec=FAMILIES[name])
-        assert_as_on_one_device(
-            FAMILIES[name], batch, run_plan(FAMILIES[name], batch, sliced(scheme, batch), **options)
-        )
+        found = run_plan(FAMILIES[name], batch, sliced(scheme, batch, cuts), **options)
+        assert_as_on_one_device(FAMILIES[name], batch, found)
+
+
+def test_models_that_look_ahead_compiled_layers_and_prepared_models_refuse_slices():
+    plan = sliced(SCHEMES["two stages"], batch_of(*LENGTHS))
+    with pytest.raises(InputError, match=r"micro-batches are cut .*model test also see later ones; plan slices=1"):
+        check_executable(plan, replace(SPEC, causal=False), 2)
+    with pytest.raises(InputError, match=r"pipelines\[0\] cuts micro-batches into slices, and compiled.*compile=false"):
+        check_compiled(plan)
+    with pytest.raises(InputError, match=r"pipelines\[0\] cuts micro-batches into slices, which this library's own"):
+        check_any_model(plan, SPEC.num_layers, 2, stage_problem="")
+
+
+def test_a_plan_with_slices_comes_back_from_its_file():
+    plan = sliced(SCHEMES["two stages"], batch_of(*LENGTHS))
+    assert StepPlan.from_json(plan.to_json()) == plan
+    other = sliced(SCHEMES["two stages"], batch_of(*LENGTHS), cuts=[(5, 9, 2, 7), *CUTS[1:]])
+    assert other.digest != plan.digest, "ranks that cut a micro-batch elsewhere must not run together"
+
+
+def test_keys_and_values_and_their_gradients_are_there_once_and_gone_with_the_first_slice(ranks):
+    kept = ranks(1).run(_kept_between_passes, SCHEMES["one device"])[0]
+    before, after = kept["forward 0.3"], kept["backward 0.0"]
+    assert before == SPEC.num_layers, "layers have the keys of all slices"
+    assert after == 0 and kept["end"] == 0
+
+
+def _kept_between_passes(scheme):
+    kept, batch = {}, batch_of(*LENGTHS)
+    compute = WeightPhaseRun._compute
+
+    def counted(self, operation, how):
+        compute(self, operation, how)
+        tables = [keys for sliced in self._sliced.values() for keys in sliced._keys.values()]
+        kept[f"{operation.kind} {self._slice(operation).name}"] = len(tables)
+        kept["end"] = len(tables)
+
+    with mock.patch.object(WeightPhaseRun, "_compute", counted):
+        run_plan(SPEC, batch, sliced(scheme, batch))
+    return kept
+
+
+@pytest.mark.deep
+def test_many_cuts_give_the_gradient_of_one_device(ranks):
+    rng = random.Random(3)
+    for _ in range(30):
+        cut, degree = rng.randint(1, 3), rng.choice((1, 2))
+        method = Method.ULYSSES if degree == 2 else Method.DENSE
+        scheme = stages_of(cut, 4 - cut, degree=degree, method=method, recomputed=rng.randint(0, 4))
+        cuts = []
+        for pack in PACKS:
+            total = sum(LENGTHS[i] for i in pack)
+            places = sorted(rng.sample(range(1, total), rng.randint(0, min(6, total - 1))))
+            cuts.append(tuple(b - a for a, b in pairwise([0, *places, total])) if places else ())
+        ranks(2 * degree).run(_check, scheme, ["llama"], cuts=cuts)

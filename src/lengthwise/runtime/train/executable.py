@@ -27,6 +27,11 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
                 f"{-(-spec.num_heads // scheme.degree)} of the {spec.num_heads} heads of model {spec.name}; lower "
                 "head_groups"
             )
+        if not spec.causal and any(micro_batch.slices for micro_batch in pipeline.micro_batches):
+            raise InputError(
+                f"{named}: micro-batches are cut into slices, which see what is before them alone, and tokens of model "
+                f"{spec.name} also see later ones; plan slices=1"
+            )
         used = {method for micro_batch in pipeline.micro_batches for method in pipeline.methods_of(micro_batch)}
         if Method.MEGATRON_TS in used and scheme.degree > spec.num_kv_heads:
             raise InputError(
@@ -44,6 +49,12 @@ def check_compiled(plan: StepPlan) -> None:
                 f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] computes in tiles of tokens "
                 "or groups of heads, and compiled layers compute all at once; plan tile_tokens=0 and head_groups=1, "
                 f"or set {Setting.COMPILE}=false"
+            )
+        if any(micro_batch.slices for micro_batch in pipeline.micro_batches):
+            raise InputError(
+                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] cuts micro-batches "
+                "into slices, and compiled layers compute all tokens at once; plan slices=1, or set "
+                f"{Setting.COMPILE}=false"
             )
         if pipeline.scheme.zero_bubble:
             raise InputError(
