@@ -16,6 +16,15 @@ from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule
 from lengthwise.core.step_plan import Pipeline
 
 
+def largest_share(num_slices: int) -> float:
+    """The share of a micro-batch's tokens that its largest slice has at most.
+
+    Of slices of equal work the first of a long sequence has the most tokens: a share of 1 / n of its attention is that
+    of the first 1 / sqrt(n) of its tokens.
+    """
+    return num_slices**-0.5
+
+
 class Slice(NamedTuple):
     """Consecutive tokens of a micro-batch that are computed by passes of their own; all of them where it is not cut."""
 

@@ -43,6 +43,12 @@ class Line(NamedTuple):
         num_bytes = self.fixed + self.per_token * tokens
         return num_bytes + self.chunk * np.minimum(tokens, self.chunk_tokens) if self.chunk else num_bytes
 
+    def of_share(self, share: float) -> "Line":
+        """The line for micro-batches of which a share is computed at once."""
+        if share == 1:
+            return self
+        return Line(self.fixed, self.per_token * share, self.chunk * share, self.chunk_tokens / share)
+
     def most_tokens(self, limit_bytes: float) -> float:
         """About the most tokens within a limit; 0 if none are."""
         beyond = limit_bytes - self.fixed - self.chunk * self.chunk_tokens

@@ -36,6 +36,7 @@ class PlanningOptions(TypedDict, total=False):
     offload: Literal["auto", "none", "all"]
     shard_gradients: Literal["none", "auto", "all"]
     zero_bubble: Literal["none", "auto", "all"]
+    slices: Literal["none", "auto"]
     memory_margin: float | None
     host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
@@ -79,6 +80,7 @@ def plan(
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
         zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
+        slices: stages compute micro-batches in slices of tokens: "none" (the default), or "auto", where faster.
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
@@ -127,6 +129,7 @@ def comparison_of(
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.plan.space.sharded_gradients import GradientSharding
+    from lengthwise.plan.space.sliced_packs import Slices
     from lengthwise.plan.space.split_backwards import ZeroBubble
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.measured_profile import MeasuredProfile
@@ -145,6 +148,7 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
+        slices=Slices(options.get("slices", "none")),
     )
     with errors_spelt(spelling):
         view = apply_max_length(

@@ -1,6 +1,7 @@
 """Cost from arithmetic alone: FLOPs over speed, bytes over bandwidth. For planning without a device at hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement
+from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.grouped_heads import head_group_counts
 from lengthwise.cost.analytic.layer_bytes import host_bytes_per_token, layer_bytes
@@ -22,6 +24,7 @@ from lengthwise.cost.analytic.stage_memory import (
     num_messages,
     pull_moment,
     reduce_moments,
+    slice_key_bytes,
     tied_gradient_bytes,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
@@ -43,6 +46,9 @@ class AnalyticCost(SeparableCost):
     Every answer is for the stage that takes longest, or most. Asking for a scheme that this model cannot run, as more
     devices than key/value heads under ``megatron_ts``, raises ``InputError``.
     """
+
+    prices_slices = True
+    """Whether schemes may cut micro-batches into slices."""
 
     def __init__(
         self,
@@ -90,9 +96,9 @@ class AnalyticCost(SeparableCost):
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds of launches and calls of every layer, of weights moved to where they are not held, and of gradients
-        reduced to shares as far as no backward hides it.
+        reduced to shares as far as no backward hides it; as often as the scheme has slices.
         """
-        return self._stages(scheme)[1]
+        return self._stages(scheme)[1] * scheme.slices
 
     def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds per token, and per micro-batch, of what stages send each other."""
@@ -141,17 +147,20 @@ class AnalyticCost(SeparableCost):
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
-        Where backwards are split, each keeps S: gradients of weights need as many numbers as the layer had saved.
+        Where backwards are split, each keeps S: gradients of weights need as many numbers as the layer had saved. Where
+        micro-batches are cut into slices, it keeps one, and of the next S - s - 1 as large as the largest slice.
 
         Model state; whole gradients of two units where ranks keep shares; gathered weights of the largest layer; the
         gradient of a tied head; per token of the pack what layers keep on the device, what one layer's backward takes,
         the whole of one recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
         widths, gradient = (DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])), self._gradient_bytes
-        degree, in_flight = scheme.degree, scheme.num_stages - (0 if scheme.zero_bubble else stage)
+        degree, share = scheme.degree, largest_share(scheme.slices)
+        in_flight = 1 + (scheme.num_stages - 1 - (0 if scheme.zero_bubble else stage)) * share
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
-        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device  # gradients of weights wait for it
+        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device * share  # gradients of weights wait for it
+        keys = [slice_key_bytes(layer, self.model, scheme, widths=widths) for layer in layers]
         lines_of = partial(
             backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
             gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
@@ -163,12 +172,17 @@ class AnalyticCost(SeparableCost):
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
         moments, backward = tuple[MemoryMoment, ...](), lines_of()
         for activations, num_beside, num_outputs, backwards in (
-            (in_flight * saved, num_arriving + whole_at_last, in_flight, backward),
-            (in_flight * saved - freed, num_arriving + whole_before, in_flight, backward),
-            (first.on_device, max(num_arriving, num_pushed) + whole_at_first, 1, lines_of(is_last=True)),
+            (in_flight * saved + sum(keys), num_arriving + whole_at_last, in_flight, backward),
+            (in_flight * saved + sum(keys) - freed, num_arriving + whole_before, in_flight, backward),
+            (
+                first.on_device * share + keys[0],
+                max(num_arriving, num_pushed) + whole_at_first,
+                share,
+                lines_of(is_last=True),
+            ),
         ):
             pushed = gradient * num_beside
-            messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
+            messages = num_messages(scheme, stage, num_outputs, share) * self.model.hidden_size * widths[0] / degree
             moments += (
                 *(
                     MemoryMoment(
@@ -177,19 +191,21 @@ class AnalyticCost(SeparableCost):
                             fixed=buffers + pushed + line.fixed, per_token=line.per_token + messages
                         ),
                     )
-                    for line in backwards
+                    for line in (line.of_share(share) for line in backwards)
                 ),
                 *reduce_moments(self.model, activations, layers, share=widths[0] / degree, pushed=pushed),
             )
         if stage == scheme.num_stages - 1:
-            moments += loss_moments(
+            hidden = max(layer.on_host for layer in layers) + loss_bytes_per_token(self.model, widths[0]) / degree
+            at_loss = loss_moments(
                 self.model,
-                saved + max(layer.on_host for layer in layers) + loss_bytes_per_token(self.model, widths[0]) / degree,
+                saved + sum(keys) + hidden * share,
                 degree=degree,
                 is_sharded=scheme.weights is WeightPlacement.SHARDED,
                 widths=widths,
                 logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
             )
+            moments += tuple(replace(moment, temporary=moment.temporary.of_share(share)) for moment in at_loss)
         num_held = held_params(self.model, scheme, stage=stage)
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
             moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)

@@ -182,15 +182,26 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     return layer.volume.live_bytes + max(gradients - gathered, gathered / degree)
 
 
-def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
-    """Hidden states between stages that a rank with whole weights holds beside what its layers saved.
+def slice_key_bytes(layer: LayerBytes, model: ModelSpec, scheme: PipelineConfig, *, widths: tuple[int, int]) -> float:
+    """Bytes per token of the pack of the keys and values of all slices in one layer, and of their gradients.
+
+    A layer that is not recomputed has saved them anyway.
+    """
+    if scheme.slices == 1:
+        return 0.0
+    numbers = 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size
+    return numbers * (widths[1] + widths[0] * layer.is_recomputed)
+
+
+def num_messages(scheme: PipelineConfig, stage: int, in_flight: float, share: float) -> float:
+    """Hidden states between stages that a rank with whole weights holds beside what its layers saved, in micro-batches.
 
     The outputs of the micro-batches ``in_flight``, which the next stage has got; and towards the stage before two
-    gradients, of which one is sent while the next one is computed.
+    gradients of what is computed at once, a ``share`` of a micro-batch: one is sent while the next is computed.
     """
     if scheme.weights is WeightPlacement.SHARDED:
-        return 0
-    return in_flight * (stage < scheme.num_stages - 1) + 2 * (stage > 0)
+        return 0.0
+    return in_flight * (stage < scheme.num_stages - 1) + 2 * share * (stage > 0)
 
 
 def tied_gradient_bytes(model: ModelSpec, scheme: PipelineConfig, *, width: int) -> float:

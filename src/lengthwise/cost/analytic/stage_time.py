@@ -228,6 +228,8 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
             total.weights_s += count * volume.backward.matmul_flops / 2 / rates[0]
         if layer.is_tiled:
             total.add_tiles(layer, model, tile_tokens=scheme.tile_tokens, count=count)
+        if scheme.slices > 1:
+            total.matmul_s += count * slice_bytes(model, scheme, dtype) / device.memory_bytes_per_s
         if layer.is_offloaded:
             total.add_copies([(volume.forward, 1)], layer.saved, count=count)
             backward = [(volume.backward, 1)] if again is None else [(again, 1), (volume.backward, 1)]
@@ -236,6 +238,19 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
             total.overhead_s += count * 2 * COPY_S * num_copied
     _add_ends(total, model, scheme=scheme, stage=stage, dtype=dtype)
     return total.stage_time()
+
+
+def slice_bytes(model: ModelSpec, scheme: PipelineConfig, dtype: str) -> float:
+    """Bytes per token of the pack that a layer reads and writes more where micro-batches are cut into slices.
+
+    Every slice adds to the gradients of all keys and values before it, in float32 at least: of n slices half of n, each
+    read and written, after the kernel's are written and read. Outputs over earlier keys are merged with those over the
+    slice's own, in the forward, and the gradients of queries in the backward.
+    """
+    width, wide = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    keys = 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size
+    queries = -(-model.num_heads // scheme.degree) * model.head_size
+    return keys * (scheme.slices + 1) / 2 * 2 * (wide + width) + 2 * queries * 3 * wide
 
 
 def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, dtype: str) -> None:

@@ -21,9 +21,9 @@ from lengthwise.core.pipeline_config import (
 from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.data.size_buckets import round_down
 
-Family = tuple[int, tuple[int, ...], WeightPlacement, bool, bool]
-"""Degree, layers per stage, weights, and whether gradients are sharded and backwards split: schemes that agree in them
-can stand in for one another, pack by pack."""
+Family = tuple[int, tuple[int, ...], WeightPlacement, bool, bool, int]
+"""Degree, layers per stage, weights, whether gradients are sharded and backwards split, and slices: schemes that agree
+in them can stand in for one another, pack by pack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,14 +64,20 @@ class Candidate:
         """Stages of a flow shop that takes as long with equal micro-batches whose work is all products.
 
         Where backwards are split, the first stage waits for a forward and what cannot wait of a backward, and has done
-        as many weight passes less than other stages by the end (ZB-H1).
+        as many weight passes less than other stages by the end (ZB-H1). Slices leave the bubble of one.
         """
+        if self.scheme.slices > 1:
+            return 1 + (self.num_stages - 1) / self.scheme.slices
         later = 1 - 2 * self.most_weights
         return 1 + (self.num_stages - 1) * later if self.scheme.zero_bubble else self.num_stages
 
     @cached_property
     def alone_stages(self) -> float:
-        """Stages with which S' x bounds what a micro-batch takes alone whose stages take x: weight passes overlap."""
+        """Stages with which S' x bounds what a micro-batch takes alone whose stages take x: weight passes overlap, and
+        so do slices.
+        """
+        if self.scheme.slices > 1:
+            return self.least_stages
         return 1 + (self.num_stages - 1) * (1 - self.most_weights) if self.scheme.zero_bubble else self.num_stages
 
     @cached_property
@@ -83,7 +89,8 @@ class Candidate:
     def family(self) -> Family:
         """What candidates share that can stand in for one another."""
         scheme = self.scheme
-        return scheme.degree, scheme.stage_layers, scheme.weights, scheme.shard_gradients, scheme.zero_bubble
+        flags = scheme.shard_gradients, scheme.zero_bubble
+        return scheme.degree, scheme.stage_layers, scheme.weights, *flags, scheme.slices
 
     @cached_property
     def max_tokens(self) -> int:

@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, groupby, islice, pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
+from lengthwise.core.batch import filler_lengths
 from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, PassTimes, UpdateParts, pipeline_end_s, update_cover_s
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.core.zero_bubble import filled_end_s
@@ -14,6 +16,7 @@ from lengthwise.cost.overlapped import OverlappedCost, hides_updates
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.sliced_packs import sliced_pipeline_s
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,6 +190,12 @@ def pipeline_time_s(
 def draft_pipeline_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float]) -> tuple[float, float]:
     """Seconds of a pipeline whose packs take ``times_s`` per stage, and of its passes that may hide an update."""
     order, runs = issue_order(priced, pipeline, times_s), runs_of(pipeline)
+    if times_s and pipeline.candidate.scheme.slices > 1 and priced.problem.objective is Objective.FLOW_SHOP:
+        ordered_s = [times_s[k] for k in order]
+        lengths = [_computed_lengths_of(priced, pipeline, k) for k in order]
+        parts_s = [time_s / pipeline.candidate.scheme.slices for time_s in ordered_s]
+        cover_s = update_cover_s(parts_s, [runs[k].forwards for k in order])
+        return sliced_pipeline_s(pipeline.candidate, lengths, ordered_s), cover_s
     ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
     weights_s = [weight_times_s(priced, pipeline, times_s)[k] for k in order] if _is_split(pipeline) else []
     num_stages, objective = pipeline.candidate.num_stages, priced.problem.objective
@@ -233,6 +242,8 @@ def _phase_time(
     for pipeline, times_s in zip(phase, all_times_s):
         flow_s = sum(times_s) + (pipeline.candidate.num_stages - 1) * max(times_s, default=0.0)
         most_s.append(flow_s * MIXED_RECOMPUTE if pipeline.runs else flow_s)
+        if pipeline.candidate.scheme.slices > 1:
+            most_s[-1] = inf  # where memory is short, slices wait for one another
     objective, slowest_s, cover_s, end_s = priced.problem.objective, 0.0, 0.0, 0.0
     for number in sorted(range(len(phase)), key=lambda number: -most_s[number]):
         is_no_later = most_s[number] <= slowest_s and most_s[number] + moved_s[number] <= end_s
@@ -286,12 +297,24 @@ def _moved_s(
         for end, number in enumerate(packs):
             forward = 1 / pipeline_runs[number].forwards
             computed_s = max(0.0, times_s[number] - pipeline_runs[number].overhead_s - next(comm_s))
-            covers_s[end] = computed_s * (1 - forward if end else forward)
+            covers_s[end] = computed_s * (1 - forward if end else forward) / pipeline.candidate.scheme.slices
             if end and (reduction := pipeline_runs[number].reduction) is not None:
                 covers_s[end] = max(0.0, covers_s[end] - reduction.whole_s)
         pulled_s = parts.exposed_pull_s(covers_s[0]) if is_first else 0.0
         moved_s.append(pulled_s + (parts.exposed_push_s(covers_s[1]) if is_last else 0.0))
     return moved_s
+
+
+def longest_first(lengths: Sequence[int], pack: Sequence[int]) -> tuple[int, ...]:
+    """Positions of a pack in the order in which slices cut it."""
+    return tuple(sorted(pack, key=lambda position: -lengths[position]))
+
+
+def _computed_lengths_of(priced: PricedBatch, pipeline: PipelineDraft, number: int) -> list[int]:
+    """The lengths that one pack computes, the longest first, and those of filler."""
+    lengths = sorted(_lengths_of(priced, pipeline, number), reverse=True)
+    filler = fillers(priced, pipeline)[number]
+    return [*lengths, *filler_lengths(filler, max(lengths))] if filler else lengths
 
 
 def _lengths_of(priced: PricedBatch, pipeline: PipelineDraft, number: int) -> list[int]:

@@ -17,6 +17,7 @@ from lengthwise.plan.space.draft_plan import (
     draft_times_s,
     fillers,
     issue_order,
+    longest_first,
     numbers_by_candidate,
     runs_of,
     step_times_of,
@@ -24,6 +25,7 @@ from lengthwise.plan.space.draft_plan import (
     whole_update_s,
 )
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.sliced_packs import cut_pack
 
 
 def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
@@ -66,7 +68,8 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
 
 
 def _packs(priced: PricedBatch, pipeline: PipelineDraft) -> list[Pack]:
-    batch = priced.batch
+    batch, is_cut = priced.batch, pipeline.candidate.scheme.slices > 1
+    in_order = [longest_first(batch.lengths, pack) if is_cut else pack for pack in pipeline.packs]
     return [
         Pack(
             ids=tuple([batch.ids[i] for i in positions]),
@@ -75,7 +78,7 @@ def _packs(priced: PricedBatch, pipeline: PipelineDraft) -> list[Pack]:
             rows=pipeline.rows,
             filler=filler,
         )
-        for number, (positions, filler) in enumerate(zip(pipeline.packs, fillers(priced, pipeline)))
+        for number, (positions, filler) in enumerate(zip(in_order, fillers(priced, pipeline)))
     ]
 
 
@@ -111,6 +114,7 @@ def _micro_batches(
             pack=pack,
             time_s=time_s,
             weights_s=next(weights_s),
+            slices=cut_pack(run, pack.computed_lengths, time_s) if run.scheme.slices > 1 else (),
             comm_s=min(comm_s, time_s),  # that of a unit is counted as of one sequence
             peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,

@@ -28,6 +28,7 @@ from lengthwise.plan.space.memory_ladder import (
 )
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded
+from lengthwise.plan.space.sliced_packs import Slices, with_slices
 from lengthwise.plan.space.split_backwards import ZeroBubble, with_split_backwards
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
@@ -78,6 +79,8 @@ class SearchSpace:
     """Whether ranks of a stage with whole weights shard the gradients of every micro-batch; auto: where that pays."""
     zero_bubble: ZeroBubble = ZeroBubble.NONE
     """Whether stages split backwards, to fill their waits with gradients of weights; auto: whatever is faster."""
+    slices: Slices = Slices.NONE
+    """Whether pipelines of several stages may cut micro-batches into slices of tokens; auto: whatever is faster."""
     tile_tokens: int | None = None
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
     planned_tile: int = TILE_TOKENS
@@ -269,7 +272,8 @@ def _candidates(
             schemes, candidates, make, num_devices=cluster.num_devices, max_length=max_length, samples=samples
         )
         schemes, candidates = schemes + more, candidates + paying + add_rungs(more, paying, beside=plain)
-    return schemes, with_split_backwards(candidates, search_space.zero_bubble)
+    candidates = with_split_backwards(candidates, search_space.zero_bubble)
+    return schemes, with_slices(candidates, search_space.slices, samples=samples)
 
 
 def _rungs(

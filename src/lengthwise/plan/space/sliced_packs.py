@@ -1,0 +1,184 @@
+"""Where the packs of a scheme with slices are cut, and how long a pipeline of such packs takes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from functools import lru_cache
+from math import ceil
+
+import numpy as np
+
+from lengthwise.core.one_f_one_b import PassTimes, run_stages
+from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
+from lengthwise.core.planned_micro_batch import PlannedSlice
+from lengthwise.core.sliced_passes import largest_share, sliced_orders
+from lengthwise.plan.space.candidate import Candidate
+
+
+class Slices(StrEnum):
+    """Whether pipelines of several stages may cut their micro-batches into slices."""
+
+    NONE = "none"
+    AUTO = "auto"
+
+
+SLICE_COUNTS = (4, 16, 64)
+"""Slices of every micro-batch that schemes may have."""
+COMPARED_BATCHES = 8
+"""Typical batches at most for whose longest sequence schemes with slices are compared with those without."""
+PAYS = 0.01
+"""Share of time or device-seconds that a scheme with slices has to save for some of these sequences."""
+NEAR = 1.1
+"""Most times the time or device-seconds of the best scheme with slices."""
+FEWEST_TOKENS = 16
+"""Tokens of a slice, where all are equal."""
+HALVINGS = 32
+"""Of the tokens of a sequence, while the place of a cut is searched."""
+MOST_KEPT = 1 << 14
+"""Packs whose cuts are remembered."""
+
+
+def can_slice(scheme: PipelineConfig) -> bool:
+    """Whether slices of micro-batches would leave stages of ``scheme`` less to wait for, and can be planned."""
+    return (
+        scheme.num_stages > 1
+        and SLICE_METHODS.issuperset(scheme.methods)
+        and scheme.weights is WeightPlacement.WHOLE
+        and scheme.head_groups == 1
+        and not (scheme.zero_bubble or scheme.shard_gradients)
+    )
+
+
+def with_slices(
+    candidates: Sequence[Candidate], mode: Slices, *, samples: Sequence[np.ndarray]
+) -> tuple[Candidate, ...]:
+    """The candidates of a search space in which micro-batches may be cut into slices, where costs know what that takes.
+
+    Schemes with slices join where they pay for the longest sequence of a typical batch, of ``samples``. If all devices
+    are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
+    take fewer device-seconds, and be done as soon as the others are.
+    """
+    if mode is Slices.NONE or not all(getattr(candidate.cost, "prices_slices", False) for candidate in candidates):
+        return tuple(candidates)
+    options = [
+        replace(candidate, scheme=replace(candidate.scheme, slices=count))
+        for candidate in candidates
+        for count in (SLICE_COUNTS if can_slice(candidate.scheme) else ())
+    ]
+    joined: dict[Candidate, None] = {}
+    for lengths in samples[:COMPARED_BATCHES]:
+        joined |= dict.fromkeys(_that_pay(candidates, options, lengths))
+    return (*candidates, *joined)
+
+
+def _that_pay(
+    candidates: Sequence[Candidate], options: Sequence[Candidate], lengths: np.ndarray
+) -> Iterator[Candidate]:
+    """Those of ``options`` under which the longest sequence of a batch is better off than under all ``candidates``."""
+    num_devices = candidates[0].num_cluster_devices
+    values, counts = np.unique(lengths, return_counts=True)
+    others_s = np.full(len(values), np.inf)
+    for candidate in candidates:
+        each_s = candidate.num_devices * candidate.times_s(values)
+        np.minimum(others_s, np.where(values <= candidate.max_tokens, each_s, np.inf), out=others_s)
+    others_end_s = float((others_s[:-1] * counts[:-1]).sum() + others_s[-1] * (counts[-1] - 1)) / num_devices
+    longest = values[-1:]
+    alone_s, device_s = _alone(candidates, longest)
+    deadline_s = max(others_end_s, alone_s.min())
+    fewest_s = device_s[alone_s <= deadline_s].min() if np.isfinite(deadline_s) else np.inf
+    options = [option for option in options if _may_pay(option, longest, deadline_s, fewest_s)]
+    if not options:
+        return
+    alone_s, device_s = _alone(options, longest)
+    in_time = alone_s <= deadline_s
+    pays = (alone_s < (1 - PAYS) * deadline_s) if others_end_s < deadline_s else device_s < (1 - PAYS) * fewest_s
+    for option, is_better, alone, devices in zip(options, pays & in_time, alone_s, device_s):
+        if is_better and (alone <= NEAR * alone_s.min() or devices <= NEAR * device_s[in_time].min()):
+            yield option
+
+
+def _may_pay(option: Candidate, longest: np.ndarray, deadline_s: float, fewest_s: float) -> bool:
+    """Whether an option pays if it fits, which takes longer to find out."""
+    alone_s = float(option.times_s(longest)[0] + option.overhead_s) * option.flow_stages
+    return alone_s < (1 - PAYS) * deadline_s or alone_s * option.num_devices < (1 - PAYS) * fewest_s
+
+
+def _alone(candidates: Sequence[Candidate], longest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a sequence alone under each candidate, and of all of its devices, which wait in the bubble."""
+    alone_s = np.array(
+        [
+            (float(candidate.times_s(longest)[0]) + candidate.overhead_s) * candidate.flow_stages
+            if longest[0] <= candidate.max_tokens
+            else np.inf
+            for candidate in candidates
+        ]
+    )
+    return alone_s, alone_s * np.array([candidate.num_devices for candidate in candidates])
+
+
+def cut_pack(candidate: Candidate, lengths: Sequence[int], time_s: float) -> tuple[PlannedSlice, ...]:
+    """The slices of a pack of sequences of ``lengths``, the longest first, that takes ``time_s`` on one stage.
+
+    They have equal work as far as none has more than :func:`largest_share` of the tokens, which no first slice would.
+    A pack of few tokens has fewer; none if it is not cut.
+    """
+    num_slices = min(candidate.scheme.slices, sum(lengths) // FEWEST_TOKENS)
+    if num_slices <= 1:
+        return ()
+    sizes, shares = _cuts(candidate, tuple(lengths), num_slices)
+    return tuple(PlannedSlice(size, time_s * share) for size, share in zip(sizes, shares))
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Tokens of each slice, and their shares of the work."""
+    whole_s = candidate.times_s(np.array(lengths))
+    before_s, starts = np.concatenate([[0.0], np.cumsum(whole_s)]), np.concatenate([[0], np.cumsum(lengths)])
+    num_tokens = int(starts[-1])
+
+    def work_s(tokens: np.ndarray) -> np.ndarray:
+        """Of the first tokens of the pack."""
+        sequence = np.minimum(np.searchsorted(starts, tokens, side="right") - 1, len(lengths) - 1)
+        return before_s[sequence] + np.where(
+            tokens > starts[sequence], candidate.times_s(np.maximum(1, tokens - starts[sequence])), 0.0
+        )
+
+    most = ceil(largest_share(num_slices) * num_tokens)
+    wanted_s = before_s[-1] * np.arange(1, num_slices) / num_slices
+    low, high = np.zeros(num_slices - 1, dtype=np.int64), np.full(num_slices - 1, num_tokens, dtype=np.int64)
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        is_short = work_s(middle) < wanted_s
+        low, high = np.where(is_short, middle, low), np.where(is_short, high, middle)
+    ends = [*high.tolist(), num_tokens]
+    for number in range(num_slices - 1):  # a token each at least, no more than allowed, and as much left for the others
+        before, left = (ends[number - 1] if number else 0), num_slices - 1 - number
+        ends[number] = max(before + 1, num_tokens - left * most, min(ends[number], before + most, num_tokens - left))
+    sums_s = work_s(np.array(ends))
+    sizes = np.diff(ends, prepend=0).tolist()
+    return tuple(sizes), tuple((np.diff(sums_s, prepend=0.0) / (sums_s[-1] or 1.0)).tolist())
+
+
+def sliced_pipeline_s(candidate: Candidate, lengths: Sequence[Sequence[int]], times_s: Sequence[float]) -> float:
+    """Seconds from the first forward to the last backward of packs in slices, in issue order.
+
+    Args:
+        candidate: all packs run as it.
+        lengths: of the sequences of each pack, padding included.
+        times_s: seconds of each pack on one stage.
+    """
+    num_stages, state = candidate.num_stages, candidate.state_bytes
+    tokens = np.array([sum(of_pack) for of_pack in lengths], dtype=np.int64)
+    above_state = np.maximum(0, candidate.peak_bytes(tokens) - state).tolist()
+    counts, kept_bytes, slices_s = [], list[int](), list[float]()
+    for of_pack, time_s, num_bytes in zip(lengths, times_s, above_state):
+        slices = cut_pack(candidate, of_pack, time_s) or (PlannedSlice(sum(of_pack), time_s),)
+        sizes = [part.num_tokens for part in slices]
+        in_flight = sum(sizes) + (num_stages - 1) * max(sizes)
+        counts.append(len(slices))
+        kept_bytes += [num_bytes * size // in_flight for size in sizes]
+        slices_s += [part.time_s for part in slices]
+    orders = sliced_orders(counts, kept_bytes, limit_bytes=max(above_state), num_stages=num_stages)
+    forwards_s = [time_s / candidate.forwards for time_s in slices_s]
+    times = PassTimes(forwards_s, [time_s - forward_s for time_s, forward_s in zip(slices_s, forwards_s)])
+    return max(passes[-1].end_s for passes in run_stages([times] * num_stages, orders=orders))
