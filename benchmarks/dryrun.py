@@ -5,6 +5,7 @@ python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
 python benchmarks/dryrun.py --stages 2                         # pipelines of two stages, the first rank of each
 python benchmarks/dryrun.py --shard-gradients --methods ring   # gradients reduced to shares in every backward
 python benchmarks/dryrun.py --ladder                           # layers offloaded, feed-forwards in tiles
+python benchmarks/dryrun.py --slices 1,4,16 --tokens 65536     # a sequence in slices on four stages of two ranks
 python benchmarks/dryrun.py --reach 8:3700000,32:15000000      # Llama-3-8B, one sequence on all GPUs, state on the host
 """
 
@@ -15,11 +16,14 @@ from typing import Any
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement, spread
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement, spread, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.wording import GIB
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.space.candidate import make_candidates
+from lengthwise.plan.space.sliced_packs import cut_pack
 from lengthwise.session.dry_run import PlanToRun, dry_run_plans
 
 RUNGS = ((0, 4, 0), (0, 2, 0), (4, 4, 0), (0, 0, 4096), (4, 0, 4096), (4, 4, 4096))
@@ -110,6 +114,35 @@ def print_reach(wanted: list[str]) -> None:
         print(line, flush=True)
 
 
+def print_slices(tokens: list[int], counts: list[int]) -> None:
+    """One sequence at a time in slices of equal work on four stages of two ranks, the first rank of two of them."""
+    spec = replace(model_preset("llama-7b"), num_layers=4)
+    cluster, config = cluster_preset("1x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="bfloat16")
+    cells = list(product(tokens, (0, 4), counts))
+    runs = []
+    for num_tokens, recomputed, count in cells:
+        scheme = replace(
+            uniform_scheme(4, degree=2, stages=4, method=Method.ULYSSES, recomputed=recomputed), slices=count
+        )
+        (candidate,) = make_candidates([scheme], cost, num_devices=8)
+        peak_bytes, state = int(cost.peak_bytes(num_tokens, scheme, num_devices=8)), candidate.state_bytes
+        micro_batches = tuple(
+            PlannedMicroBatch(
+                pack=Pack(ids=(number,), lengths=(num_tokens,)), time_s=1.0, peak_bytes=peak_bytes,
+                slices=cut_pack(candidate, (num_tokens,), 1.0),
+            )
+            for number in range(2)
+        )  # fmt: skip
+        pipeline = Pipeline(ranks=tuple(range(8)), scheme=scheme, micro_batches=micro_batches, state_bytes=state)
+        runs.append(PlanToRun(plan=plan_with((pipeline,)), model=spec, cluster=cluster, config=config, ranks=(0, 6)))
+    print("| scheme | tokens | rank | counted GiB | predicted GiB | ratio |\n" + "| --- " * 6 + "|")
+    for (num_tokens, _, _), run, document in zip(cells, runs, dry_run_plans(runs)):
+        for row in document["ranks"]:
+            name = run.plan.pipelines[0].scheme.name
+            print(f"| {name} | {num_tokens:,} | {row['rank']} | {_compared(row)} |", flush=True)
+
+
 def _compared(row: dict[str, Any]) -> str:
     counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
     return f"{counted:.2f} | {predicted:.2f} | {predicted / counted:.3f}"
@@ -125,11 +158,14 @@ def main() -> None:
     parser.add_argument("--all-ranks", action="store_true", help="the middle and the last rank too")
     parser.add_argument("--ladder", action="store_true")
     parser.add_argument("--shard-gradients", action="store_true")
+    parser.add_argument("--slices", help="numbers of slices, such as 1,4,16")
     parser.add_argument("--reach", help="one sequence on all GPUs, such as 8:3700000,32:15000000")
     asked = parser.parse_args()
     if asked.reach:
         return print_reach(asked.reach.split(","))
     methods, tokens = asked.methods.split(","), list(map(int, asked.tokens.split(",")))
+    if asked.slices:
+        return print_slices(tokens, list(map(int, asked.slices.split(","))))
     if asked.ladder:
         return print_ladder(methods, tokens)
     spec = replace(model_preset("llama-7b"), num_layers=asked.layers)

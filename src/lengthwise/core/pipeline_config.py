@@ -226,7 +226,8 @@ class PipelineConfig:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is offloaded, layers compute all tokens and heads at once, and recomputed ones all again."""
-        return not self.offload and not self.tile_tokens and self.head_groups == 1 and not self.keep_attention
+        is_whole = not self.tile_tokens and self.head_groups == 1 and self.slices == 1
+        return is_whole and not self.offload and not self.keep_attention
 
     def is_offloaded(self, layer: int) -> bool:
         """Whether what ``layer`` saves is in host memory between its forward and its backward."""

@@ -66,6 +66,11 @@ class CorrectedCost:
         factor = self.time_factors.get(scheme.degree, 1.0)
         return per_token_s * factor, per_call_s * factor
 
+    @property
+    def prices_slices(self) -> bool:
+        """Whether schemes may cut micro-batches into slices, as the base says."""
+        return bool(getattr(self.base, "prices_slices", False))
+
     def head_groups(self, degree: int) -> tuple[int, ...]:
         """Into how many groups plans may cut the heads of each of ``degree`` ranks, as the base says."""
         counts: tuple[int, ...] = self.base.head_groups(degree) if hasattr(self.base, "head_groups") else ()

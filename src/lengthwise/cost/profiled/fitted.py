@@ -164,6 +164,9 @@ def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[float, float
 class FittedCost(ProfiledCost):
     """The fitted times and bytes of one profiled model on one kind of device, one fit per profiled scheme."""
 
+    prices_slices = True
+    """Whether schemes may cut micro-batches into slices."""
+
     def __init__(
         self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
     ) -> None:
@@ -189,7 +192,7 @@ class FittedCost(ProfiledCost):
 
     def launch_s(self, scheme: PipelineConfig) -> float:
         """Seconds in which a micro-batch's kernels are launched, as far as rows tell."""
-        return self._fits(scheme).launch_s
+        return self._fits(scheme).launch_s * scheme.slices
 
     def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out."""

@@ -1,4 +1,4 @@
-"""What offload, tiles and groups of heads change in a scheme that was measured without them, by closed forms."""
+"""What offload, tiles, groups of heads and slices change in a scheme that was measured without, by closed forms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +17,11 @@ MANY_TOKENS = 1 << 24
 
 def without_offload_and_tiles(scheme: PipelineConfig) -> PipelineConfig:
     """Return the scheme whose layers keep on the device what they save, and compute all tokens and heads at once."""
-    return replace(scheme, offload=(), tile_tokens=0, head_groups=1, keep_attention=False)
+    return replace(scheme, offload=(), tile_tokens=0, head_groups=1, keep_attention=False, slices=1)
 
 
 class UnmeasuredOffload:
-    """Seconds that closed forms add for offload, tiles and groups of heads, and the share of its bytes that is left.
+    """Seconds that closed forms add for offload, tiles, groups of heads and slices, and the share of bytes left.
 
     Times are differences, so that the rates which a profile measured stay; a copy is hidden by the pass of the data
     sheet. Bytes are a share of those measured beside the model state, as fast as they grow with tokens.
