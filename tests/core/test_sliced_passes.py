@@ -99,13 +99,30 @@ def test_short_micro_batches_follow_a_long_one_without_a_bubble_between_them():
     assert max(passes[-1].end_s for passes in runs) == pytest.approx(8 + 8 + 3)
 
 
-def test_memory_that_is_short_holds_forwards_back_and_names_the_order():
+def test_stages_that_come_later_keep_less():
+    """All slices of one micro-batch, and the largest once more for each stage behind."""
     line = pipeline(micro_batch(0, [2, 2], peak_bytes=60), micro_batch(1, [4], peak_bytes=60), stages=2)
     words = [" ".join("FB"[kind] + str(k) for kind, k in order) for order in pass_orders(line)]
-    assert words == ["F0 F1 B1 F2 B0 B2"] * 2, "20 bytes of each slice and 30 of the other are more than 60"
+    assert words == ["F0 F1 B1 F2 B0 B2", "F0 F1 B1 B0 F2 B2"], "20 bytes of each slice, 30 of the other"
     more = replace(line, micro_batches=(line.micro_batches[0], micro_batch(1, [4], peak_bytes=40)))
     words = [" ".join("FB"[kind] + str(k) for kind, k in order) for order in pass_orders(more)]
     assert words == ["F0 F1 F2 B1 B0 B2", "F0 F1 B1 F2 B0 B2"]
+
+
+@given(pipelines())
+def test_no_stage_keeps_more_than_all_of_one_micro_batch_and_a_slice_for_each_stage_behind(line):
+    kept, stages = [part.kept_bytes for part in slices_of(line)], line.scheme.num_stages
+    if not any(m.slices for m in line.micro_batches):
+        return
+    whole = max(
+        sum(p.kept_bytes for p in slices_of(line) if p.micro_batch == k) for k in range(len(line.micro_batches))
+    )
+    for behind, order in enumerate(reversed(pass_orders(line))):
+        now = most = 0
+        for kind, k in order:
+            now += kept[k] if kind is FORWARD else -kept[k]
+            most = max(most, now)
+        assert most <= whole + behind * max(kept), (behind, stages)
 
 
 def test_slices_that_do_not_cover_their_pack_or_cannot_be_are_refused():
@@ -114,7 +131,9 @@ def test_slices_that_do_not_cover_their_pack_or_cannot_be_are_refused():
     ring = uniform_scheme(LAYERS, degree=2, method=Method.RING)
     with pytest.raises(InputError, match=r"which ranks keep under dense, ulysses, ulysses_z, not ring; .*slices=1"):
         Pipeline(ranks=(0, 1), scheme=ring, micro_batches=(micro_batch(0, [2, 4]),))
-    with pytest.raises(InputError, match=r"fill the waits that split backwards would fill; .*slices=1"):
+    with pytest.raises(
+        InputError, match=r"backwards are not split with .* or slices; such a scheme has zero_bubble=false"
+    ):
         replace(uniform_scheme(LAYERS, stages=2, method=Method.DENSE), zero_bubble=True, slices=2)
     with pytest.raises(InputError, match=r"slices of tokens or into groups of heads, not both; .*slices=1"):
         replace(dense_scheme(LAYERS), head_groups=2, slices=2)

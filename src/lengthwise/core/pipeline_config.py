@@ -177,8 +177,6 @@ class PipelineConfig:
                 f"later slices need the keys and values of earlier ones, which ranks keep under "
                 f"{', '.join(sorted(SLICE_METHODS))}, not {', '.join(dict.fromkeys(self.methods))}"
             )
-        if self.zero_bubble:
-            return "slices fill the waits that split backwards would fill"
         if self.head_groups > 1:
             return "a micro-batch is cut into slices of tokens or into groups of heads, not both"
         return ""
@@ -195,7 +193,7 @@ class PipelineConfig:
         if self.shard_gradients:
             return "a split backward has no gradients of weights that ranks could reduce to shares"
         if not self.is_plain or self.head_groups > 1:
-            return "backwards are not split with activations on the host, tiles or groups of heads"
+            return "backwards are not split with activations on the host, tiles, groups of heads or slices"
         return ""
 
     @property

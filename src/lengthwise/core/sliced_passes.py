@@ -87,14 +87,14 @@ def sliced_orders(
 ) -> tuple[tuple[Pass, ...], ...]:
     """The passes of each stage in order, by the number of the slice; where nothing is cut, 1F1B or GPipe.
 
-    Before each backward the last stage runs the forwards that it needs, and one more if what it has in flight leaves
-    room for that; every stage before runs one more than the stage behind it, room permitting. A stage without others
-    runs what it needs.
+    Before each backward the last stage runs the forwards that it needs, and one more if all that it keeps then is no
+    more than all slices of one micro-batch; every stage before runs one more than the stage behind it, and may keep the
+    largest slice once more. A stage without others runs what it needs.
 
     Args:
         counts: slices of each micro-batch.
         kept_bytes: [N] what each slice keeps on each stage from its forward to its backward.
-        limit_bytes: most that a stage keeps of all slices in flight.
+        limit_bytes: most that any stage keeps of all slices in flight.
         num_stages: of the pipeline.
         schedule: under GPipe all forwards come first.
     """
@@ -102,12 +102,14 @@ def sliced_orders(
     backwards = [number for count, end in zip(counts, ends) for number in range(end - 1, end - count - 1, -1)]
     needed = [end for count, end in zip(counts, ends) for _ in range(count)]
     if schedule is PipelineSchedule.GPIPE:
-        ahead = [ends[-1] if ends else 0] * len(backwards)
-        return (_order(ahead, backwards),) * num_stages
-    forwards_before = needed if num_stages == 1 else _last_stage(needed, backwards, kept_bytes, limit_bytes)
-    orders = [_order(forwards_before, backwards)]
-    for _ in range(num_stages - 1):
-        forwards_before = _one_more(forwards_before, backwards, kept_bytes, limit_bytes)
+        return (_order([len(backwards)] * len(backwards), backwards),) * num_stages
+    most_bytes = max((sum(kept_bytes[end - count : end]) for count, end in zip(counts, ends)), default=0)
+    forwards_before, orders = needed, list[tuple[Pass, ...]]()
+    for behind in range(num_stages):
+        if num_stages > 1:
+            may_keep = min(limit_bytes, most_bytes + behind * max(kept_bytes, default=0))
+            ahead = _last_stage if behind == 0 else _one_more
+            forwards_before = ahead(forwards_before, backwards, kept_bytes, may_keep)
         orders.append(_order(forwards_before, backwards))
     return tuple(reversed(orders))
 
