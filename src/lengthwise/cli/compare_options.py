@@ -9,6 +9,7 @@ import typer
 from lengthwise.cli.shared_options import MAX_SEED, tokens_from
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.plan.space.split_backwards import ZeroBubble
 
 
@@ -76,6 +77,9 @@ ShardGradients = Annotated[
 ]
 ZeroBubbleOption = Annotated[
     ZeroBubble, typer.Option("--zero-bubble", help="Whether stages split backwards to fill their waits (ZB-H1).")
+]
+SlicesOption = Annotated[
+    Slices, typer.Option("--slices", help="Whether stages compute micro-batches in slices of tokens, where faster.")
 ]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the order of the sequences.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")]

@@ -11,6 +11,7 @@ from lengthwise.config.choices import (
     Recompute,
     ShardGradients,
     SharingMethod,
+    SlicesName,
     ZeroBubbleName,
 )
 from lengthwise.config.limits import MAX_SEQUENCES, NumDevices, NumTokens
@@ -70,6 +71,10 @@ class PlanConfig(PolicySettings):
     compute gradients of weights where they would wait, in the memory of 1F1B; none: all pipelines run 1F1B; auto:
     whichever is faster; all: wherever stages have whole weights and some layers are not recomputed. (prepare runs
     1F1B.)"""
+    slices: SlicesName = "none"
+    """Whether stages may compute micro-batches in slices of tokens, one after another, so that a long sequence leaves
+    the bubble of a slice, in less memory than 1F1B; none: whole micro-batches; auto: whichever is faster. (prepare
+    computes whole ones.)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

@@ -78,7 +78,8 @@ def compare(
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
         options: max_length, over_length, max_degree, max_stages, methods, recompute, offload, shard_gradients,
-            zero_bubble, memory_margin, host_memory_gib, dtype, profile, overlap and seed, as in `lengthwise.plan`.
+            zero_bubble, slices, memory_margin, host_memory_gib, dtype, profile, overlap and seed, as in
+            `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -192,6 +193,7 @@ def comparison_page(
                 "offload": str(contest.search_space.offload),
                 "shard_gradients": str(contest.search_space.shard_gradients),
                 "zero_bubble": str(contest.search_space.zero_bubble),
+                "slices": str(contest.search_space.slices),
             },
             "ledger": ledger.to_json(),
         },
@@ -237,7 +239,7 @@ def _facts(
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     schemes = [*map(str, search_space.methods or DEFAULT_METHODS), f"recompute {search_space.recompute}"]
     schemes += [f"offload {search_space.offload}", f"sharded gradients {search_space.shard_gradients}"]
-    schemes += [f"zero bubble {search_space.zero_bubble}", *limits]
+    schemes += [f"zero bubble {search_space.zero_bubble}", f"slices {search_space.slices}", *limits]
     yield "Schemes", ", ".join(schemes)
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     if contest.overlap is not None:

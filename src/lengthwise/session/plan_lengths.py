@@ -148,7 +148,7 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
-        slices=Slices(options.get("slices", "none")),
+        slices=Slices(options.get("slices", "none")) if spec.causal else Slices.NONE,
     )
     with errors_spelt(spelling):
         view = apply_max_length(

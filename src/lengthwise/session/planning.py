@@ -40,6 +40,7 @@ from lengthwise.plan.space.search_space import (
     make_problem,
 )
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.plan.space.split_backwards import ZeroBubble
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
@@ -219,6 +220,7 @@ def make_planner(
         offload=OffloadMode(plan.offload),
         shard_gradients=GradientSharding(plan.shard_gradients),
         zero_bubble=ZeroBubble(plan.zero_bubble),
+        slices=Slices.NONE if config.train.compile or plan.shapes or not spec.causal else Slices(plan.slices),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
         has_head_groups=not config.train.compile,
     )
