@@ -111,18 +111,15 @@ def test_stages_that_come_later_keep_less():
 
 @given(pipelines())
 def test_no_stage_keeps_more_than_all_of_one_micro_batch_and_a_slice_for_each_stage_behind(line):
-    kept, stages = [part.kept_bytes for part in slices_of(line)], line.scheme.num_stages
-    if not any(m.slices for m in line.micro_batches):
-        return
-    whole = max(
-        sum(p.kept_bytes for p in slices_of(line) if p.micro_batch == k) for k in range(len(line.micro_batches))
-    )
+    slices, of_each = slices_of(line), [0] * len(line.micro_batches)
+    for part in slices:
+        of_each[part.micro_batch] += part.kept_bytes
     for behind, order in enumerate(reversed(pass_orders(line))):
-        now = most = 0
+        kept_bytes = most_bytes = 0
         for kind, k in order:
-            now += slices[k].kept_bytes if kind is FORWARD else -slices[k].kept_bytes
-            most = max(most, now)
-        is_within = most <= max(of_each) + behind * max(part.kept_bytes for part in slices)
+            kept_bytes += slices[k].kept_bytes if kind is FORWARD else -slices[k].kept_bytes
+            most_bytes = max(most_bytes, kept_bytes)
+        is_within = most_bytes <= max(of_each) + behind * max(part.kept_bytes for part in slices)
         assert is_within or not any(m.slices for m in line.micro_batches), "1F1B counts micro-batches"
 
 
@@ -136,6 +133,8 @@ def test_slices_that_do_not_cover_their_pack_or_cannot_be_are_refused():
         replace(uniform_scheme(LAYERS, stages=2, method=Method.DENSE), zero_bubble=True, slices=2)
     with pytest.raises(InputError, match=r"slices of tokens or into groups of heads, not both; .*slices=1"):
         replace(dense_scheme(LAYERS), head_groups=2, slices=2)
+    with pytest.raises(InputError, match=r"reduce gradients to shares once for a micro-batch, .*slices=1"):
+        replace(uniform_scheme(LAYERS, degree=2, method=Method.ULYSSES), shard_gradients=True, slices=2)
     with pytest.raises(InputError, match=r"0 slices; such a scheme has slices=1"):
         replace(dense_scheme(LAYERS), slices=0)
     assert replace(dense_scheme(LAYERS), slices=4).name == "<1,1> dense c4"

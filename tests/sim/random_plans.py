@@ -143,7 +143,7 @@ def maybe_sliced(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: Pip
     """The micro-batch cut anywhere into any number of slices, half of the time that model and methods can."""
     rng, num_tokens = random.Random(f"{micro_batch.pack.ids} {batch.step}"), micro_batch.pack.num_tokens
     is_able = batch.objective == NEXT_TOKEN and SLICE_METHODS.issuperset(micro_batch.methods or scheme.methods)
-    if not is_able or scheme.zero_bubble or num_tokens == 1 or rng.random() < 0.5:
+    if not is_able or scheme.zero_bubble or scheme.shard_gradients or num_tokens == 1 or rng.random() < 0.5:
         return micro_batch
     cuts = [0, *sorted(rng.sample(range(1, num_tokens), rng.randint(1, min(5, num_tokens - 1)))), num_tokens]
     slices = tuple(PlannedSlice(end - start, rng.random()) for start, end in pairwise(cuts))

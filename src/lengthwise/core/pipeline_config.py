@@ -177,6 +177,8 @@ class PipelineConfig:
                 f"later slices need the keys and values of earlier ones, which ranks keep under "
                 f"{', '.join(sorted(SLICE_METHODS))}, not {', '.join(dict.fromkeys(self.methods))}"
             )
+        if self.shard_gradients:
+            return "ranks reduce gradients to shares once for a micro-batch, not for each of its slices"
         if self.head_groups > 1:
             return "a micro-batch is cut into slices of tokens or into groups of heads, not both"
         return ""

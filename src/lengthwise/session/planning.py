@@ -9,7 +9,7 @@ import numpy as np
 
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import BatchStream, GlobalBatch
+from lengthwise.core.batch import NEXT_TOKEN, BatchStream, GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -220,7 +220,7 @@ def make_planner(
         offload=OffloadMode(plan.offload),
         shard_gradients=GradientSharding(plan.shard_gradients),
         zero_bubble=ZeroBubble(plan.zero_bubble),
-        slices=Slices.NONE if config.train.compile or plan.shapes or not spec.causal else Slices(plan.slices),
+        slices=_slices(config, spec),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
         has_head_groups=not config.train.compile,
     )
@@ -244,6 +244,12 @@ def make_planner(
     )
     planner = Planner(policy=plan.policy, problem=problem, lr_scaling=lr_scaling(config, corpus, spec.objective))
     return with_shapes(planner, plan.shapes) if plan.shapes else planner
+
+
+def _slices(config: Config, spec: LayerStack) -> Slices:
+    """Whether micro-batches may be cut: not where layers are compiled, or tokens see later ones."""
+    is_able = spec.objective == NEXT_TOKEN and not config.train.compile and not config.plan.shapes
+    return Slices(config.plan.slices) if is_able else Slices.NONE
 
 
 def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | None:

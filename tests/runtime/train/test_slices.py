@@ -50,7 +50,6 @@ SCHEMES = {
     "two stages of two ranks": stages_of(1, 3, degree=2, method=Method.ULYSSES, recomputed=2),
     "three ranks": stages_of(4, degree=3, method=Method.ULYSSES),
     "two ranks with sharded weights": stages_of(4, degree=2, method=Method.ULYSSES_Z, recomputed=2),
-    "two ranks with sharded gradients": stages_of(4, degree=2, method=Method.ULYSSES, shard_gradients=True),
 }
 
 

@@ -62,7 +62,8 @@ def run(
         source, model=model, policies=_names(policies), steps=steps, spelling=COMMAND_LINE, max_length=max_length,
         over_length=over_length.value, max_degree=max_degree, max_stages=max_stages, methods=_names(methods),
         recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value,
-        zero_bubble=zero_bubble.value, slices=slices.value, dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
+        zero_bubble=zero_bubble.value, slices=slices.value, dtype=dtype.value, profile=profile, overlap=overlap,
+        seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")

@@ -167,6 +167,8 @@ class AnalyticCost(SeparableCost):
         )  # fmt: skip
         tied = tied_gradient_bytes(self.model, scheme, width=widths[0])
         buffers = tied + max(layer.volume.buffer_bytes for layer in layers)
+        if scheme.slices > 1 and stage == scheme.num_stages - 1:
+            buffers += widths[1] * self.model.hidden_size * self.model.vocab_size  # the sum of the head's gradients
         num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)

@@ -4,6 +4,9 @@ T tokens, D hidden size, V vocabulary; C tokens of one chunk. The idea of comput
 chunk, is Liger Kernel's fused linear cross-entropy (Hsu et al. 2024).
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -21,6 +24,34 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
     return max(_MIN_CHUNK_TOKENS, _CHUNK_LOGITS.get(device.type, _CHUNK_LOGITS["cuda"]) // max(1, vocab_size))
 
 
+@dataclass(eq=False)
+class HeadGradients:
+    """Gradients of the head that the slices of a micro-batch sum in their forwards, as one of them gives to all."""
+
+    head_VD: Tensor | None = None
+    bias_V: Tensor | None = None
+
+    def of(self, head_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The sums so far; zeros at first."""
+        if self.head_VD is None:
+            self.head_VD = torch.zeros_like(head_VD, dtype=dtype)
+            self.bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=dtype)
+        return self.head_VD, self.bias_V
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """The sums, which are not kept any longer."""
+        taken, self.head_VD, self.bias_V = (self.head_VD, self.bias_V), None, None
+        return taken
+
+
+class HeadShare(NamedTuple):
+    """What a slice of a micro-batch has to do with the gradients of the head."""
+
+    summed: HeadGradients
+    gives: bool
+    """Whether its backward, the last of all slices', gives the sum; each is scaled alike."""
+
+
 def chunked_cross_entropy(
     hidden_TD: Tensor,
     head_VD: Tensor,
@@ -29,6 +60,7 @@ def chunked_cross_entropy(
     chunk_tokens: int,
     bias_V: Tensor | None = None,
     rows_R: Tensor | None = None,
+    share: HeadShare | None = None,
 ) -> Tensor:
     """Sum over the tokens that have a target of ``-log softmax(hidden @ head.T + bias)[target]``: a scalar.
 
@@ -44,12 +76,15 @@ def chunked_cross_entropy(
         bias_V: added to the logits.
         rows_R: places of the tokens that have a target; without it they are looked for, which makes the host wait for
             a GPU.
+        share: where the gradients of the head are summed, of a slice of a micro-batch; None: they are its own.
     """
     if rows_R is None:
         rows_R = rows_with_target(targets_T)
     grad = torch.is_grad_enabled()
     needs = (grad and hidden_TD.requires_grad, grad and head_VD.requires_grad)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs)
+    loss: Tensor = _ChunkedCrossEntropy.apply(
+        hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs, share
+    )  # fmt: skip
     return loss
 
 
@@ -61,15 +96,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs, share):  # type: ignore[no-untyped-def]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         loss = hidden_TD.new_zeros((), dtype=wide)
         dhidden_TD = torch.zeros_like(hidden_TD) if needs[0] else None
-        dhead_VD = torch.zeros_like(head_VD, dtype=wide) if needs[1] else None
-        dbias_V = torch.zeros_like(bias_V, dtype=wide) if needs[1] and bias_V is not None else None
+        summed = HeadGradients() if share is None else share.summed
+        dhead_VD, dbias_V = summed.of(head_VD, bias_V, wide) if needs[1] else (None, None)
         for rows_C in rows_R.split(chunk_tokens):
             loss += _add_chunk(rows_C, hidden_TD, head_VD, bias_V, targets_T, (dhidden_TD, dhead_VD, dbias_V))
-        ctx.save_for_backward(dhidden_TD, dhead_VD, dbias_V)
+        ctx.summed = summed if share is not None and share.gives else None
+        ctx.save_for_backward(dhidden_TD, *((dhead_VD, dbias_V) if share is None else (None, None)))
         ctx.head_dtype = head_VD.dtype
         return loss
 
@@ -77,11 +113,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dhidden_TD, dhead_VD, dbias_V = ctx.saved_tensors
+        if ctx.summed is not None:
+            dhead_VD, dbias_V = ctx.summed.take()
         return (
             None if dhidden_TD is None else scaled_as(dhidden_TD, grad, dhidden_TD.dtype),
             None if dhead_VD is None else scaled_as(dhead_VD, grad, ctx.head_dtype),
             None if dbias_V is None else (dbias_V * grad).to(ctx.head_dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

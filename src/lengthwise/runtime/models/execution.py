@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.runtime.models.attention_view import AttentionView
-from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
+from lengthwise.runtime.models.chunked_loss import HeadShare, chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import Dense, Operators, Tables
@@ -75,6 +75,11 @@ class PackPart(Protocol):
         """The views of layers within the slice, made from those of the pack."""
         ...
 
+    @property
+    def head_share(self) -> HeadShare:
+        """Where the gradients of the head are summed over the slices."""
+        ...
+
     def attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention:
         """Attention of ``layer``, over the slices before, too."""
         ...
@@ -122,6 +127,11 @@ class ActivationPlan:
     def views(self, views: Sequence[AttentionView]) -> Sequence[AttentionView]:
         """``views`` of the pack, or of its slice."""
         return views if self.part is None else self.part.views(views)
+
+    @property
+    def head_share(self) -> HeadShare | None:
+        """Where the gradients of the head are summed, in a slice; None: all of the pack is computed."""
+        return None if self.part is None else self.part.head_share
 
     def slice_attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention | None:
         """Attention of ``layer`` in a slice; None: all of the pack is computed."""
@@ -236,5 +246,6 @@ class OneDevice:
         assert self.targets_T is not None, "a loss needs targets"
         size = chunk_tokens(len(head_VD), hidden_TD.device)
         return chunked_cross_entropy(
-            hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size, rows_R=self._target_rows_R
-        )
+            hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size, rows_R=self._target_rows_R,
+            share=self._activations.head_share,
+        )  # fmt: skip

@@ -120,7 +120,7 @@ class StageExecution:
             targets_t = self._own(self._targets_T)
             return chunked_cross_entropy(
                 hidden_tD, head_VD, to_device(targets_t, self._device), bias_V=bias_V, chunk_tokens=size,
-                rows_R=to_device(rows_with_target(targets_t), self._device),
+                rows_R=to_device(rows_with_target(targets_t), self._device), share=self._activations.head_share,
             )  # fmt: skip
         assert self._vocabulary is not None
         targets = self._of_ranks(self._targets_T)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.chunked_loss import HeadGradients, HeadShare
 from lengthwise.runtime.models.execution import SliceAttention
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import Task, joined
@@ -74,6 +75,8 @@ class PackSlice:
     """Offsets of the pack's sequence boundaries."""
     keys: dict[int, SliceKeys] = field(repr=False)
     """By layer, of all slices of the micro-batch on this rank; filled as layers run."""
+    head: HeadGradients = field(repr=False)
+    """The sum of all slices."""
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
@@ -85,6 +88,11 @@ class PackSlice:
     def num_before(self) -> int:
         """Tokens of its first sequence in slices before it."""
         return self.tokens.start - max(bound for bound in self.pack_bounds if bound <= self.tokens.start)
+
+    @property
+    def head_share(self) -> HeadShare:
+        """The first slice, whose backward is the last, gives the gradients of the head."""
+        return HeadShare(self.head, gives=not self.tokens.start)
 
     def views(self, views: Sequence[AttentionView]) -> tuple[AttentionView, ...]:
         """The views of layers within the slice, made from those of the pack."""

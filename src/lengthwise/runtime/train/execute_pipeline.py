@@ -21,6 +21,7 @@ from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_memory
 from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.chunked_loss import HeadGradients
 from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
@@ -70,15 +71,15 @@ class InFlight:
 
 
 class SlicedMicroBatch:
-    """A micro-batch that is computed in slices: its tensors, and its keys and values on this rank."""
+    """A micro-batch that is computed in slices: its tensors, and what its slices share on this rank."""
 
     def __init__(self, tensors: MicroBatchTensors) -> None:
         self.tensors = tensors
-        self._keys: dict[int, SliceKeys] = {}
+        self._keys, self._head = dict[int, SliceKeys](), HeadGradients()
 
     def slice(self, tokens: range) -> PackSlice:
         """One of its slices."""
-        return PackSlice(tokens=tokens, pack_bounds=self.tensors.cu_seqlens, keys=self._keys)
+        return PackSlice(tokens=tokens, pack_bounds=self.tensors.cu_seqlens, keys=self._keys, head=self._head)
 
 
 @dataclass(kw_only=True)
