@@ -6,6 +6,7 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
+import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pass_order import PipelineSchedule
@@ -13,9 +14,12 @@ from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedSlice
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.loop.planned_pipelines import check_executable as check_any_model
+from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_compiled, check_executable
 from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun
-from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, run_plan
+from lengthwise.runtime.train.execute_step import run_micro_batches
+from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, pushed_gradients, run_plan, source_of
+from tests.runtime.train.runs import local_world, new_state
 from tests.runtime.train.test_execute_pipeline import batch_of, plan_of
 from tests.sim.random_plans import SPEC
 
@@ -69,6 +73,20 @@ def _check(scheme, families, cuts=CUTS, **options):
         batch = batch_of(*LENGTHS, spec=FAMILIES[name])
         found = run_plan(FAMILIES[name], batch, sliced(scheme, batch, cuts), **options)
         assert_as_on_one_device(FAMILIES[name], batch, found)
+
+
+def test_gradients_that_are_summed_in_another_dtype_are_those_of_whole_micro_batches(ranks):
+    for (name, cut), (_, whole) in zip(*(ranks(2).run(_narrow, SCHEMES["two stages"], cuts)[1] for cuts in (CUTS, ()))):
+        torch.testing.assert_close(cut, whole, rtol=0.05, atol=0.02 * whole.abs().max().item(), msg=name)
+
+
+def _narrow(scheme, cuts):
+    """Gradients of steps in bfloat16, which are summed in float32."""
+    batch, world = batch_of(*LENGTHS), local_world()
+    model, state = new_state(world, torch.bfloat16)
+    plan = sliced(scheme, batch, cuts or ((),) * len(PACKS))
+    run_micro_batches(plan, model, state, source_of(batch), clock=StepClock(world))
+    return sorted((name, gradient.float()) for name, gradient in pushed_gradients(state).items())
 
 
 def test_models_that_look_ahead_compiled_layers_and_prepared_models_refuse_slices():

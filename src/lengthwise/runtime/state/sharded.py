@@ -389,7 +389,8 @@ class ShardedState(PulledWeights):
             if not is_shared and not self.moves_gradients:
                 return
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
+            if gradient is None:  # of the head: another slice of the micro-batch gives those of all slices
+                return
             if is_shared:
                 self.shares.add(name, unit, gradient)
             elif leaves_device:
