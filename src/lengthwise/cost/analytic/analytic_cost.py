@@ -21,6 +21,7 @@ from lengthwise.cost.analytic.stage_memory import (
     StageMemory,
     backward_lines,
     loss_moments,
+    made_key_bytes,
     num_messages,
     pull_moment,
     reduce_moments,
@@ -161,6 +162,9 @@ class AnalyticCost(SeparableCost):
         first, saved = layers[0], sum(layer.on_device for layer in layers)
         freed = 0.0 if scheme.zero_bubble else layers[-1].on_device * share  # gradients of weights wait for it
         keys = [slice_key_bytes(layer, self.model, scheme, widths=widths) for layer in layers]
+        hidden = loss_bytes_per_token(self.model, widths[0]) / degree
+        if scheme.slices > 1 and stage == scheme.num_stages - 1:
+            saved += hidden  # the loss of all slices waits for the backward of the last one
         lines_of = partial(
             backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
             gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
@@ -190,7 +194,8 @@ class AnalyticCost(SeparableCost):
                     MemoryMoment(
                         activations=Line(0.0, activations),
                         temporary=line._replace(
-                            fixed=buffers + pushed + line.fixed, per_token=line.per_token + messages
+                            fixed=buffers + pushed + line.fixed,
+                            per_token=line.per_token + messages + made_key_bytes(self.model, scheme, widths[0]),
                         ),
                     )
                     for line in (line.of_share(share) for line in backwards)
@@ -198,7 +203,7 @@ class AnalyticCost(SeparableCost):
                 *reduce_moments(self.model, activations, layers, share=widths[0] / degree, pushed=pushed),
             )
         if stage == scheme.num_stages - 1:
-            hidden = max(layer.on_host for layer in layers) + loss_bytes_per_token(self.model, widths[0]) / degree
+            hidden = max(layer.on_host for layer in layers) + (hidden if scheme.slices == 1 else 0.0)
             at_loss = loss_moments(
                 self.model,
                 saved + sum(keys) + hidden * share,

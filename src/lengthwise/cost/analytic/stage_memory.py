@@ -193,6 +193,11 @@ def slice_key_bytes(layer: LayerBytes, model: ModelSpec, scheme: PipelineConfig,
     return numbers * (widths[1] + widths[0] * layer.is_recomputed)
 
 
+def made_key_bytes(model: ModelSpec, scheme: PipelineConfig, width: int) -> float:
+    """Bytes per token of the pack of gradients of earlier keys and values, as the kernel makes them for one slice."""
+    return 0.0 if scheme.slices == 1 else 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size * width
+
+
 def num_messages(scheme: PipelineConfig, stage: int, in_flight: float, share: float) -> float:
     """Hidden states between stages that a rank with whole weights holds beside what its layers saved, in micro-batches.
 

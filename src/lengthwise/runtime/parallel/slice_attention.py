@@ -21,8 +21,9 @@ from lengthwise.runtime.models.chunked_loss import HeadGradients, HeadShare
 from lengthwise.runtime.models.execution import SliceAttention
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import Task, joined
+from lengthwise.runtime.parallel.group_attention import without_others
 from lengthwise.runtime.parallel.ring import Ring
-from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
+from lengthwise.runtime.parallel.ring_attention import ring_forward
 
 
 class SliceKeys:
@@ -45,15 +46,14 @@ class SliceKeys:
         keys, values = (kept[tokens.start : tokens.stop] for kept in self._keys_values)
         return keys, values
 
-    def add(self, tokens: range, gradients: Sequence[Tensor]) -> None:
-        """Add gradients of the keys and values of ``tokens``, in float32 at least."""
+    def gradients(self, tokens: range) -> list[Tensor]:
+        """Views of the gradients of keys and values of ``tokens`` so far, in float32 at least."""
         if not self._gradients:
             self._gradients = [
                 kept.new_zeros(kept.shape, dtype=torch.promote_types(kept.dtype, torch.float32))
                 for kept in self._keys_values
             ]
-        for total, gradient in zip(self._gradients, gradients):
-            total[tokens.start : tokens.stop].add_(gradient)
+        return [total[tokens.start : tokens.stop] for total in self._gradients]
 
     def take(self, tokens: range) -> list[Tensor]:
         """The gradients of a slice's keys and values, once all slices behind it have added theirs; the first slice is
@@ -131,6 +131,7 @@ def attend_slice(
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, part, keys, kept_attention):  # type: ignore[no-untyped-def]
+        (q,) = without_others(q)  # a view would keep the keys and values that came with it
         keys.put(part.tokens, k, v)
         k, v = keys.of(part.seen)
 
@@ -145,8 +146,16 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q, out, lse = ctx.saved_tensors
-        k, v = ctx.keys.of(ctx.part.seen)
-        dq, *gradients = ring_backward(dout, q, k, v, out, lse, ctx.part.ring)
-        ctx.keys.add(ctx.part.seen, gradients)
-        return dq, *ctx.keys.take(ctx.part.tokens), None, None, None
+        (q, out, lse), part = ctx.saved_tensors, ctx.part
+        schedule, totals = part.ring.schedule(q), ctx.keys.gradients(part.seen)
+        q, k, v, dout, out = part.ring.laid_out(q, *ctx.keys.of(part.seen), dout, out)
+        dq = schedule.queries.fill(q.new_empty(q.shape, dtype=lse.dtype), 0.0)
+        (hop,) = schedule.hops.values()
+        for task, is_first in zip(hop.tasks, hop.is_first):
+            qkv = task.queries(q), task.keys(k), task.keys(v)
+            dq_part, *dkv = task.attend_backward(task.queries(dout), qkv, task.queries(out), task.queries(lse))
+            (task.write_queries if is_first else task.add_to_queries)(dq, dq_part)
+            for total, dx in zip(totals, dkv):
+                task.add_to_keys(total, dx)
+            del dq_part, dkv, dx
+        return dq.to(q.dtype), *ctx.keys.take(part.tokens), None, None, None

@@ -1,0 +1,117 @@
+"""Cuts of packs have equal work; slices join a search space where they pay; their plans take what simulation says."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import lengthwise
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.sliced_passes import largest_share
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.space.candidate import Candidate, make_candidates
+from lengthwise.plan.space.sliced_packs import FEWEST_TOKENS, Slices, cut_pack, sliced_pipeline_s, with_slices
+from lengthwise.sim.engine import simulate
+
+SPEC, CLUSTER = model_preset("llama-7b"), cluster_preset("2x8xH100-80GB")
+COST = AnalyticCost(model=SPEC, cluster=CLUSTER)
+
+
+def candidate(*, degree=4, stages=4, slices=1, recomputed=0, method=Method.ULYSSES):
+    scheme = uniform_scheme(SPEC.num_layers, degree=degree, stages=stages, method=method, recomputed=recomputed)
+    return Candidate(scheme=replace(scheme, slices=slices), cost=COST, num_cluster_devices=16)
+
+
+SLICED = {count: candidate(slices=count) for count in (2, 4, 16, 64)}
+LENGTHS = st.lists(st.integers(1, 200_000), min_size=1, max_size=6).map(lambda lengths: sorted(lengths, reverse=True))
+
+
+@given(LENGTHS, st.sampled_from(sorted(SLICED)), st.floats(0.1, 100.0))
+def test_slices_cover_their_pack_and_none_is_larger_than_memory_counts_on(lengths, count, time_s):
+    slices = cut_pack(SLICED[count], lengths, time_s)
+    num_tokens = sum(lengths)
+    if num_tokens < 2 * FEWEST_TOKENS:
+        assert slices == ()
+        return
+    sizes = [part.num_tokens for part in slices]
+    assert sum(sizes) == num_tokens and min(sizes) >= 1 and len(slices) == min(count, num_tokens // FEWEST_TOKENS)
+    assert max(sizes) <= np.ceil(largest_share(len(slices)) * num_tokens)
+    assert sum(part.time_s for part in slices) == pytest.approx(time_s)
+    assert slices[0].time_s >= time_s / len(slices) * (1 - 1e-9), "what bounds a pipeline's bubble from below"
+
+
+@pytest.mark.parametrize("count", sorted(SLICED))
+@pytest.mark.parametrize("length", [8192, 131_072, 1_048_576])
+def test_slices_of_a_sequence_have_equal_work(length, count):
+    slices = cut_pack(SLICED[count], [length], 1.0)
+    longest_token = float(SLICED[count].times_s(np.array([length - 1, length])) @ [-1, 1])
+    a_token = longest_token / float(SLICED[count].times_s(np.array([length]))[0])
+    assert all(abs(part.time_s - 1 / count) <= 2 * a_token for part in slices)
+    sizes = [part.num_tokens for part in slices]
+    assert sizes == sorted(sizes, reverse=True) or max(np.diff(sizes)) <= 1, "later tokens see more"
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.sampled_from([4, 16]))
+def test_a_pipeline_of_slices_takes_no_less_than_its_bound_and_no_longer_than_pack_after_pack(packs, count):
+    option = SLICED[count]
+    lengths = sorted(packs, key=lambda pack: -float(option.times_s(np.array(pack)).sum()))
+    times_s = [float(option.times_s(np.array(pack)).sum()) + option.overhead_s for pack in lengths]
+    end_s = sliced_pipeline_s(option, lengths, times_s)
+    bound_s = sum(times_s) + (option.least_stages - 1) * times_s[0]
+    assert bound_s * (1 - 1e-9) <= end_s <= sum(times_s) + 3 * sum(times_s)
+
+
+def test_memory_of_a_sequence_in_slices_is_that_of_all_its_tokens_once_and_not_once_for_each_stage():
+    whole, sliced = candidate(), SLICED[64]
+    state, length = whole.state_bytes, np.array(131_072)
+    assert sliced.state_bytes - state <= 2 * 4 * SPEC.hidden_size * SPEC.vocab_size, "and the head's gradient"
+    ratio = (sliced.peak_bytes(length) - state) / (whole.peak_bytes(length) - state)
+    assert 1 / 4 < ratio < 1 / 4 * (1 + 3 / 8) * 1.6, "S - 1 of the largest slice more, keys and their gradients"
+    assert sliced.max_tokens > 2 * whole.max_tokens
+
+
+def test_overhead_is_paid_by_each_slice():
+    assert SLICED[16].overhead_s == pytest.approx(16 * candidate().overhead_s)
+
+
+def test_slices_join_where_they_pay_and_nowhere_else():
+    cluster = cluster_preset("8x8xH100-80GB")
+    cost = AnalyticCost(model=SPEC, cluster=cluster)
+
+    def space_of(method, *sizes):
+        schemes = [
+            uniform_scheme(
+                SPEC.num_layers, degree=degree, stages=stages, method=method if degree > 1 else Method.DENSE,
+                recomputed=SPEC.num_layers,
+            )
+            for degree, stages in sizes
+        ]  # fmt: skip
+        return make_candidates(schemes, cost, num_devices=64)
+
+    space = space_of(Method.ULYSSES, (1, 1), (8, 1), (64, 1), (32, 2), (8, 8))
+    giant, short = np.array([524_288, 1000]), np.full(500, 1000)
+    assert with_slices(space, Slices.NONE, samples=[giant]) == space
+    assert with_slices(space, Slices.AUTO, samples=[short]) == space
+    joined = with_slices(space, Slices.AUTO, samples=[short, giant])[len(space) :]
+    assert joined and all(option.scheme.slices > 1 and option.num_stages > 1 for option in joined)
+    assert all(option.max_tokens >= 524_288 for option in joined)
+    ring = space_of(Method.RING, (8, 1), (64, 1), (8, 8))
+    assert with_slices(ring, Slices.AUTO, samples=[giant]) == ring, "earlier keys are with other ranks"
+
+
+def test_a_plan_with_slices_is_faster_for_one_giant_and_takes_what_simulation_says():
+    rng = np.random.default_rng(0)
+    lengths = [524_288, *rng.integers(200, 8000, 60).tolist()]
+    plans = {
+        mode: lengthwise.plan(
+            lengths, model="llama-7b", cluster="8x8xA800-80GB", steps=1, policy="static", methods=["ulysses"],
+            tokens_per_step=sum(lengths), max_stages=2, recompute="all", offload="none", slices=mode,
+        )[0]
+        for mode in ("none", "auto")
+    }  # fmt: skip
+    assert plans["auto"].time_s < 0.8 * plans["none"].time_s and plans["auto"].gap >= 0
+    assert any(m.slices for line in plans["auto"].pipelines for m in line.micro_batches)
+    assert simulate(plans["auto"]).step_time_s == pytest.approx(plans["auto"].time_s)
