@@ -52,6 +52,8 @@ class Lengths:
 
     corpus: str
     longest: int
+    fixed: tuple[int, ...] = ()
+    """These in every step, instead."""
 
     @property
     def name(self) -> str:
@@ -60,7 +62,9 @@ class Lengths:
 
 
 def batch_of(drawn: Lengths, step: int) -> GlobalBatch:
-    """``TOKENS`` tokens in all, the last sequence cut to fit."""
+    """``TOKENS`` tokens in all, the last sequence cut to fit, unless lengths are fixed."""
+    if drawn.fixed:
+        return GlobalBatch(step=step, ids=tuple(range(len(drawn.fixed))), lengths=drawn.fixed)
     lengths: list[int] = []
     for length in np.minimum(synthetic_lengths(drawn.corpus, 1 + TOKENS // 16, step)[1:], drawn.longest).tolist():
         lengths.append(min(length, TOKENS - sum(lengths)))
@@ -77,13 +81,13 @@ def stage_cost(table: ProfileTable, scheme: PipelineConfig = SCHEME) -> FittedCo
     return FittedCost([(scheme, shared)], model=SPEC, cluster=cluster_preset(f"{stages}xcpu"))
 
 
-def problem_of(cost: FittedCost, scheme: PipelineConfig = SCHEME) -> PlanningProblem:
-    """One pipeline, packs of at most ``CAPACITY`` tokens."""
-    candidates = make_candidates([scheme], cost, num_devices=scheme.num_stages, token_limit=CAPACITY)
+def problem_of(cost: FittedCost, scheme: PipelineConfig = SCHEME, *, capacity: int = CAPACITY) -> PlanningProblem:
+    """One pipeline, packs of at most ``capacity`` tokens."""
+    candidates = make_candidates([scheme], cost, num_devices=scheme.num_stages, token_limit=capacity)
     return PlanningProblem(
         candidates=candidates, num_devices=scheme.num_stages, devices_per_node=scheme.num_stages,
         memory_bytes=cost.cluster.device.memory_bytes,
-        max_length=CAPACITY,
+        max_length=capacity,
     )  # fmt: skip
 
 
