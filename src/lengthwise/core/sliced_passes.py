@@ -56,20 +56,20 @@ def slices_of(pipeline: Pipeline) -> tuple[Slice, ...]:
     of its slices and S - 1 more as large as its largest; what each keeps follows from that.
     """
     state, num_stages = pipeline.state_bytes, pipeline.scheme.num_stages
-    found: list[Slice] = []
+    slices: list[Slice] = []
     for position, m in enumerate(pipeline.micro_batches):
         sizes, times_s = zip(*m.slices) if m.slices else ((m.pack.num_tokens,), (m.time_s,))
         in_flight = sum(sizes) + (num_stages - 1) * max(sizes)
         above_state, end = max(0, m.peak_bytes - state), 0
         for part, (size, time_s) in enumerate(zip(sizes, times_s)):
             end += size
-            found.append(
+            slices.append(
                 Slice(
-                    number=len(found), micro_batch=position, part=part, tokens=range(end - size, end), time_s=time_s,
+                    number=len(slices), micro_batch=position, part=part, tokens=range(end - size, end), time_s=time_s,
                     kept_bytes=above_state * size // in_flight, is_alone=len(sizes) == 1,
                 )
             )  # fmt: skip
-    return tuple(found)
+    return tuple(slices)
 
 
 def is_sliced(pipeline: Pipeline) -> bool:
@@ -118,22 +118,26 @@ def _last_stage(
     needed: Sequence[int], backwards: Sequence[int], kept_bytes: Sequence[int], limit_bytes: int
 ) -> list[int]:
     """How many forwards the last stage runs before each backward."""
-    found: list[int] = []
+    forwards_before: list[int] = []
     num_forwards, in_flight = 0, 0
     for number, least in zip(backwards, needed):
-        is_room = bool(found) and num_forwards < len(backwards) and in_flight + kept_bytes[num_forwards] <= limit_bytes
+        is_room = (
+            bool(forwards_before)
+            and num_forwards < len(backwards)
+            and in_flight + kept_bytes[num_forwards] <= limit_bytes
+        )
         more = max(least, num_forwards + is_room)
         in_flight += sum(kept_bytes[num_forwards:more]) - kept_bytes[number]
         num_forwards = more
-        found.append(num_forwards)
-    return found
+        forwards_before.append(num_forwards)
+    return forwards_before
 
 
 def _one_more(
     behind: Sequence[int], backwards: Sequence[int], kept_bytes: Sequence[int], limit_bytes: int
 ) -> list[int]:
     """How many forwards a stage runs before each backward; ``behind``: those of the stage behind it."""
-    found: list[int] = []
+    forwards_before: list[int] = []
     num_forwards, in_flight = 0, 0
     for number, least in zip(backwards, behind):
         in_flight += sum(kept_bytes[num_forwards:least])
@@ -142,8 +146,8 @@ def _one_more(
             in_flight += kept_bytes[least]
             num_forwards += 1
         in_flight -= kept_bytes[number]
-        found.append(num_forwards)
-    return found
+        forwards_before.append(num_forwards)
+    return forwards_before
 
 
 def _order(forwards_before: Sequence[int], backwards: Sequence[int]) -> tuple[Pass, ...]:

@@ -49,6 +49,10 @@ class Line(NamedTuple):
             return self
         return Line(self.fixed, self.per_token * share, self.chunk * share, self.chunk_tokens / share)
 
+    def plus(self, beside: "Line") -> "Line":
+        """The line with what is ``beside`` it, which has no chunks."""
+        return self._replace(fixed=self.fixed + beside.fixed, per_token=self.per_token + beside.per_token)
+
     def most_tokens(self, limit_bytes: float) -> float:
         """About the most tokens within a limit; 0 if none are."""
         beyond = limit_bytes - self.fixed - self.chunk * self.chunk_tokens

@@ -64,8 +64,7 @@ def plan(
         print(plans[0].time_s, plans[0].gap)
 
     Args:
-        lengths: tokens of each sequence, as an array; a .npy file of them; an index folder; or the name of a
-            distribution, such as "commoncrawl".
+        lengths: tokens of each sequence, as an array or a .npy file; an index folder; or a name, as "commoncrawl".
         model: the name of a preset, a Hugging Face folder, or a `ModelSpec`.
         cluster: nodes x devices x device, such as "8x8xH100-80GB", or a `ClusterSpec`.
         policy: the scheduling policy; "auto" is the fastest that the search finds.
@@ -80,7 +79,7 @@ def plan(
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
         zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
-        slices: stages compute micro-batches in slices of tokens: "none" (the default), or "auto", where faster.
+        slices: stages compute micro-batches in slices: "none" (the default), or "auto", where faster.
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".

@@ -205,7 +205,7 @@ def _message(
 
 
 def num_tokens_of(num_tokens: int, place: int, degree: int) -> int:
-    """Those of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
+    """Tokens of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
     num_per_rank, more = divmod(num_tokens, degree)
     return num_per_rank + (place < more)
 

@@ -56,14 +56,12 @@ def run(
 
     memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **memory)
-    check_place(html, "--html")
     source, budget = _source(lengths, html, tokens, price_per_hour, reach=reach), parse_budget(tokens, price_per_hour)
     contest, ledger = comparison_of(
         source, model=model, policies=_names(policies), steps=steps, spelling=COMMAND_LINE, max_length=max_length,
         over_length=over_length.value, max_degree=max_degree, max_stages=max_stages, methods=_names(methods),
-        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value,
+        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value, seed=seed,
         zero_bubble=zero_bubble.value, slices=slices.value, dtype=dtype.value, profile=profile, overlap=overlap,
-        seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
@@ -83,7 +81,8 @@ def _names(text: str | None) -> list[str] | None:
 def _source(
     lengths: str | None, html: Path | None, tokens: str | None, price_per_hour: float | None, *, reach: bool
 ) -> str | list[int]:
-    """Where lengths come from; for --reach any, as it makes its own."""
+    """Where lengths come from; for --reach any, as it makes its own. A page is looked for a place first."""
+    check_place(html, "--html")
     if reach == (lengths is not None):
         raise InputError("give --lengths, or --reach for the speed over the length of sequences; one of them, not both")
     if lengths is not None:

@@ -10,22 +10,21 @@ from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement
-from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.grouped_heads import head_group_counts
-from lengthwise.cost.analytic.layer_bytes import host_bytes_per_token, layer_bytes
+from lengthwise.cost.analytic.layer_bytes import LayerBytes, host_bytes_per_token, layer_bytes
 from lengthwise.cost.analytic.stage_memory import (
     CPU_LOGITS_AT_ONCE,
     LOGITS_AT_ONCE,
     MemoryMoment,
+    SlicedBytes,
     StageMemory,
     backward_lines,
     loss_moments,
-    made_key_bytes,
     num_messages,
     pull_moment,
     reduce_moments,
-    slice_key_bytes,
+    sliced_bytes,
     tied_gradient_bytes,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
@@ -156,63 +155,39 @@ class AnalyticCost(SeparableCost):
         the whole of one recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
         widths, gradient = (DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])), self._gradient_bytes
-        degree, share = scheme.degree, largest_share(scheme.slices)
-        in_flight = 1 + (scheme.num_stages - 1 - (0 if scheme.zero_bubble else stage)) * share
-        layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
-        first, saved = layers[0], sum(layer.on_device for layer in layers)
-        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device * share  # gradients of weights wait for it
-        keys = [slice_key_bytes(layer, self.model, scheme, widths=widths) for layer in layers]
-        hidden = loss_bytes_per_token(self.model, widths[0]) / degree
-        if scheme.slices > 1 and stage == scheme.num_stages - 1:
-            saved += hidden  # the loss of all slices waits for the backward of the last one
+        degree, layers = scheme.degree, layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
+        sliced = sliced_bytes(layers, self.model, scheme, stage, widths)
+        in_flight = 1 + (scheme.num_stages - 1 - (0 if scheme.zero_bubble else stage)) * sliced.share
+        first, saved = layers[0], sum(layer.on_device for layer in layers) + sliced.losses
+        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device * sliced.share  # gradients of weights wait for it
         lines_of = partial(
             backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
             gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
         )  # fmt: skip
         tied = tied_gradient_bytes(self.model, scheme, width=widths[0])
-        buffers = tied + max(layer.volume.buffer_bytes for layer in layers)
-        if scheme.slices > 1 and stage == scheme.num_stages - 1:
-            buffers += widths[1] * self.model.hidden_size * self.model.vocab_size  # the sum of the head's gradients
+        buffers = tied + sliced.head + max(layer.volume.buffer_bytes for layer in layers)
         num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
         moments, backward = tuple[MemoryMoment, ...](), lines_of()
+        at_last, at_first = in_flight * saved + sum(sliced.keys), first.on_device * sliced.share + sliced.keys[0]
         for activations, num_beside, num_outputs, backwards in (
-            (in_flight * saved + sum(keys), num_arriving + whole_at_last, in_flight, backward),
-            (in_flight * saved + sum(keys) - freed, num_arriving + whole_before, in_flight, backward),
-            (
-                first.on_device * share + keys[0],
-                max(num_arriving, num_pushed) + whole_at_first,
-                share,
-                lines_of(is_last=True),
-            ),
+            (at_last, num_arriving + whole_at_last, in_flight, backward),
+            (at_last - freed, num_arriving + whole_before, in_flight, backward),
+            (at_first, max(num_arriving, num_pushed) + whole_at_first, sliced.share, lines_of(is_last=True)),
         ):
             pushed = gradient * num_beside
-            messages = num_messages(scheme, stage, num_outputs, share) * self.model.hidden_size * widths[0] / degree
+            num_hidden = num_messages(scheme, stage, num_outputs, sliced.share)
+            beside = Line(buffers + pushed, num_hidden * self.model.hidden_size * widths[0] / degree + sliced.made_keys)
             moments += (
                 *(
-                    MemoryMoment(
-                        activations=Line(0.0, activations),
-                        temporary=line._replace(
-                            fixed=buffers + pushed + line.fixed,
-                            per_token=line.per_token + messages + made_key_bytes(self.model, scheme, widths[0]),
-                        ),
-                    )
-                    for line in (line.of_share(share) for line in backwards)
+                    MemoryMoment(activations=Line(0.0, activations), temporary=line.of_share(sliced.share).plus(beside))
+                    for line in backwards
                 ),
                 *reduce_moments(self.model, activations, layers, share=widths[0] / degree, pushed=pushed),
             )
         if stage == scheme.num_stages - 1:
-            hidden = max(layer.on_host for layer in layers) + (hidden if scheme.slices == 1 else 0.0)
-            at_loss = loss_moments(
-                self.model,
-                saved + sum(keys) + hidden * share,
-                degree=degree,
-                is_sharded=scheme.weights is WeightPlacement.SHARDED,
-                widths=widths,
-                logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
-            )
-            moments += tuple(replace(moment, temporary=moment.temporary.of_share(share)) for moment in at_loss)
+            moments += self._moments_at_loss(scheme, layers, saved, sliced)
         num_held = held_params(self.model, scheme, stage=stage)
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
             moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)
@@ -221,6 +196,22 @@ class AnalyticCost(SeparableCost):
             narrow_gradients=self.narrow_gradients, gradient_shares=scheme.degree if scheme.shard_gradients else 1,
         )  # fmt: skip
         return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)
+
+    def _moments_at_loss(
+        self, scheme: PipelineConfig, layers: Sequence[LayerBytes], saved: float, sliced: SlicedBytes
+    ) -> tuple[MemoryMoment, ...]:
+        """The moments of the loss on the last stage, of which a micro-batch has ``saved`` bytes per token."""
+        width = DTYPE_BYTES[self.dtype]
+        losses = 0.0 if sliced.losses else loss_bytes_per_token(self.model, width) / scheme.degree
+        moments = loss_moments(
+            self.model,
+            saved + sum(sliced.keys) + max(layer.on_host for layer in layers) * sliced.share + losses,
+            degree=scheme.degree,
+            is_sharded=scheme.weights is WeightPlacement.SHARDED,
+            widths=(width, max(4, width)),
+            logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
+        )
+        return tuple(replace(moment, temporary=moment.temporary.of_share(sliced.share)) for moment in moments)
 
 
 def _slowest(stages: Sequence[StageTime], length: np.ndarray) -> np.ndarray:

@@ -17,11 +17,14 @@ w bytes of the compute dtype, m of the master dtype. The moments are those of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
+from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.layer_bytes import LayerBytes, moving_bytes
 from lengthwise.cost.analytic.volume import LayerVolume
+from lengthwise.cost.memory_model import loss_bytes_per_token
 from lengthwise.cost.separable import Line
 
 LOGITS_AT_ONCE = 2**27
@@ -182,20 +185,36 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     return layer.volume.live_bytes + max(gradients - gathered, gathered / degree)
 
 
-def slice_key_bytes(layer: LayerBytes, model: ModelSpec, scheme: PipelineConfig, *, widths: tuple[int, int]) -> float:
-    """Bytes per token of the pack of the keys and values of all slices in one layer, and of their gradients.
+class SlicedBytes(NamedTuple):
+    """What a stage holds beside the tokens in flight where micro-batches are cut into slices; nothing where not."""
 
-    A layer that is not recomputed has saved them anyway.
-    """
-    if scheme.slices == 1:
-        return 0.0
-    numbers = 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size
-    return numbers * (widths[1] + widths[0] * layer.is_recomputed)
-
-
-def made_key_bytes(model: ModelSpec, scheme: PipelineConfig, width: int) -> float:
+    share: float
+    """Of the pack's tokens, what is computed at once at most."""
+    keys: tuple[float, ...]
+    """Of each layer, bytes per token of the pack of the keys and values of all slices, and of their gradients."""
+    made_keys: float
     """Bytes per token of the pack of gradients of earlier keys and values, as the kernel makes them for one slice."""
-    return 0.0 if scheme.slices == 1 else 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size * width
+    losses: float
+    """Bytes per token of what losses keep: on the last stage those of all slices wait for the last one's backward."""
+    head: float
+    """Bytes of the sum of the head's gradients, on the last stage."""
+
+
+def sliced_bytes(
+    layers: Sequence[LayerBytes], model: ModelSpec, scheme: PipelineConfig, stage: int, widths: tuple[int, int]
+) -> SlicedBytes:
+    """What slices add on a ``stage`` of these layers. A layer that is not recomputed has saved its keys anyway."""
+    if scheme.slices == 1:
+        return SlicedBytes(1.0, (0.0,) * len(layers), 0.0, 0.0, 0.0)
+    (width, master), is_last = widths, stage == scheme.num_stages - 1
+    numbers = 2 * -(-model.num_kv_heads // scheme.degree) * model.head_size
+    return SlicedBytes(
+        share=largest_share(scheme.slices),
+        keys=tuple(numbers * (master + width * layer.is_recomputed) for layer in layers),
+        made_keys=numbers * width,
+        losses=loss_bytes_per_token(model, width) / scheme.degree * is_last,
+        head=float(master * model.hidden_size * model.vocab_size * is_last),
+    )
 
 
 def num_messages(scheme: PipelineConfig, stage: int, in_flight: float, share: float) -> float:

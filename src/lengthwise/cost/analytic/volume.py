@@ -1,8 +1,7 @@
 """What one layer costs each of the p devices that share it: FLOPs, bytes sent by collective, bytes kept. Closed forms.
 
-T tokens of the pack, l tokens of one sequence, p devices, D hidden size, N query heads, K key/value heads, H head size,
-F feed-forward size, w bytes of the compute dtype, m of the master dtype, W = D (2 N + 2 K) H + 3 D F weights of a layer
-(2 D F where the feed-forward is not gated).
+T tokens of the pack, l of one sequence, p devices, D hidden size, N query and K key/value heads, H head size, F feed-
+forward size, w bytes of the compute dtype, m of the master dtype, W = D (2 N + 2 K) H + 3 D F weights (2 D F ungated).
 
 Every method takes and returns T / p tokens of D numbers per device. Multiplying by W costs 2 W FLOPs per token forward
 and 4 W backward; attention costs two products of 2 N H l^2 forward and four backward, half of it where it is causal.

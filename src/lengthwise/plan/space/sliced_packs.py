@@ -74,7 +74,7 @@ def with_slices(
 def _that_pay(
     candidates: Sequence[Candidate], options: Sequence[Candidate], lengths: np.ndarray
 ) -> Iterator[Candidate]:
-    """Those of ``options`` under which the longest sequence of a batch is better off than under all ``candidates``."""
+    """The ``options`` under which the longest sequence of a batch is better off than under all ``candidates``."""
     num_devices = candidates[0].num_cluster_devices
     values, counts = np.unique(lengths, return_counts=True)
     others_s = np.full(len(values), np.inf)
@@ -137,13 +137,13 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
     num_tokens = int(starts[-1])
 
     def work_s(tokens: np.ndarray) -> np.ndarray:
-        """Of the first tokens of the pack."""
+        """Seconds of the first tokens of the pack."""
         sequence = np.minimum(np.searchsorted(starts, tokens, side="right") - 1, len(lengths) - 1)
         return before_s[sequence] + np.where(
             tokens > starts[sequence], candidate.times_s(np.maximum(1, tokens - starts[sequence])), 0.0
         )
 
-    most = ceil(largest_share(num_slices) * num_tokens)
+    most_tokens = ceil(largest_share(num_slices) * num_tokens)
     wanted_s = before_s[-1] * np.arange(1, num_slices) / num_slices
     low, high = np.zeros(num_slices - 1, dtype=np.int64), np.full(num_slices - 1, num_tokens, dtype=np.int64)
     for _ in range(HALVINGS):
@@ -153,7 +153,9 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
     ends = [*high.tolist(), num_tokens]
     for number in range(num_slices - 1):  # a token each at least, no more than allowed, and as much left for the others
         before, left = (ends[number - 1] if number else 0), num_slices - 1 - number
-        ends[number] = max(before + 1, num_tokens - left * most, min(ends[number], before + most, num_tokens - left))
+        ends[number] = max(
+            before + 1, num_tokens - left * most_tokens, min(ends[number], before + most_tokens, num_tokens - left)
+        )
     sums_s = work_s(np.array(ends))
     sizes = np.diff(ends, prepend=0).tolist()
     return tuple(sizes), tuple((np.diff(sums_s, prepend=0.0) / (sums_s[-1] or 1.0)).tolist())

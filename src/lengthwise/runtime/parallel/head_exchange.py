@@ -81,11 +81,8 @@ def ulysses_attention(
     such an attention keeps for a second forward.
     """
     group, sizes = exchange.group, exchange.sizes
-    if group.size == 1 and core is not None:
-        return core(q_tNH, k_tKH, v_tKH, 0)
     if group.size == 1:
-        with kernels_of(kept_attention):
-            return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
+        return core(q_tNH, k_tKH, v_tKH, 0) if core else _attend_alone(q_tNH, k_tKH, v_tKH, exchange, kept_attention)
     num_heads, num_kv_heads, head_size = q_tNH.shape[1], k_tKH.shape[1], q_tNH.shape[2]
     group_size = num_heads // num_kv_heads
     bounds = head_bounds(num_heads, num_kv_heads, degree=group.size)
@@ -128,6 +125,14 @@ def ulysses_attention(
     )
     pieces = back.split([mine * count * head_size for count in counts])
     return torch.cat([piece.view(mine, count, head_size) for piece, count in zip(pieces, counts)], dim=1)
+
+
+def _attend_alone(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: UlyssesShards, kept_attention: KeptAttention | None
+) -> Tensor:
+    """Attention of one rank, which has all tokens."""
+    with kernels_of(kept_attention):
+        return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
 
 
 def _kv_run(bounds: Sequence[int], rank: int, group_size: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -38,20 +38,19 @@ class SliceKeys:
         """Keep keys and values of a slice."""
         if not self._keys_values:
             self._keys_values = [x.new_empty(self._num_tokens, *x.shape[1:]) for x in (k_tKH, v_tKH)]
-        for kept, x in zip(self._keys_values, (k_tKH, v_tKH)):
-            kept[tokens.start : tokens.stop].copy_(x)
+        for room, x in zip(self._keys_values, (k_tKH, v_tKH)):
+            room[tokens.start : tokens.stop].copy_(x)
 
     def of(self, tokens: range) -> tuple[Tensor, Tensor]:
         """Keys and values of neighbouring tokens, ``[tokens, K, H]``."""
-        keys, values = (kept[tokens.start : tokens.stop] for kept in self._keys_values)
+        keys, values = (x[tokens.start : tokens.stop] for x in self._keys_values)
         return keys, values
 
     def gradients(self, tokens: range) -> list[Tensor]:
         """Views of the gradients of keys and values of ``tokens`` so far, in float32 at least."""
         if not self._gradients:
             self._gradients = [
-                kept.new_zeros(kept.shape, dtype=torch.promote_types(kept.dtype, torch.float32))
-                for kept in self._keys_values
+                x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._keys_values
             ]
         return [total[tokens.start : tokens.stop] for total in self._gradients]
 
@@ -59,7 +58,7 @@ class SliceKeys:
         """The gradients of a slice's keys and values, once all slices behind it have added theirs; the first slice is
         the last to ask.
         """
-        dtypes = [kept.dtype for kept in self._keys_values]
+        dtypes = [x.dtype for x in self._keys_values]
         taken = [total[tokens.start : tokens.stop].to(dtype) for total, dtype in zip(self._gradients, dtypes)]
         if not tokens.start:
             self._keys_values, self._gradients = [], []
@@ -111,12 +110,12 @@ class PackSlice:
     @cached_property
     def ring(self) -> Ring:
         """The tasks of this rank alone: each sequence over itself, and the first one over what is before the slice."""
-        own = [
+        within = [
             Task(query=start, num_queries=end - start, key=self.num_before + start, num_keys=end - start, causal=True)
             for start, end in pairwise(self.cu_seqlens)
         ]
         before = [Task(query=0, num_queries=self.cu_seqlens[1], key=0, num_keys=self.num_before)]
-        tasks = (*joined(own), *(before if self.num_before else ()))
+        tasks = (*joined(within), *(before if self.num_before else ()))
         return Ring(group=Group(rank=0), sizes=(len(self.seen),), tasks=(tasks,))
 
 

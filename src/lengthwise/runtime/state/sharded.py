@@ -386,11 +386,10 @@ class ShardedState(PulledWeights):
 
         def add(parameter: Tensor) -> None:
             is_shared = self.shares.has(name, unit)
-            if not is_shared and not self.moves_gradients:
+            # of slices of a micro-batch, one gives the head's gradient of all
+            if parameter.grad is None or not (is_shared or self.moves_gradients):
                 return
             gradient, parameter.grad = parameter.grad, None
-            if gradient is None:  # of the head: another slice of the micro-batch gives those of all slices
-                return
             if is_shared:
                 self.shares.add(name, unit, gradient)
             elif leaves_device:
