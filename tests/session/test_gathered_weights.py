@@ -41,10 +41,13 @@ def alone():
     [(3, "none"), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, "all"), (4, "auto")))],
 )
 def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, num_ranks, recompute):
-    for found in ranks(num_ranks).run(train_gpt, ("static", "dcp-intra"), BY_LAYER | {"recompute": recompute}):
+    steps = 2 if num_ranks == 3 else STEPS
+    expected_losses, expected = alone if steps == STEPS else loop_on_one_device(steps)
+    options = BY_LAYER | {"recompute": recompute, "steps": steps}
+    for found in ranks(num_ranks).run(train_gpt, ("static", "dcp-intra"), options):
         for losses, _, _, weights in found.values():
-            np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
-            assert_equal_weights(weights, alone[1])
+            np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
+            assert_equal_weights(weights, expected)
 
 
 def test_a_run_and_an_average_of_its_weights_go_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
@@ -107,9 +110,9 @@ def train_and_count(weights):
 
 def test_between_steps_a_rank_holds_its_share_of_the_state_and_nothing_else(ranks):
     (by_layer, weights), *_ = ranks(4).run(train_and_count, "by-layer")
-    (whole, _), *_ = ranks(4).run(train_and_count, "whole")
+    (whole, _), *_ = ranks(2).run(train_and_count, "whole")
     assert by_layer <= 1.1 * 4 * weights / 4
-    assert whole >= 2 * weights + 4 * weights / 4, "weights and gradients whole, a share of the rest"
+    assert whole >= 2 * weights + 4 * weights / 2, "weights and gradients whole, a share of the rest"
 
 
 def average_by_hand(model):
@@ -264,7 +267,7 @@ def count_frozen(weights):
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     run = lw.prepare(
         model, models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights, check=False,
-        **OPTIONS | {"steps": 2, "recompute": "none"},
+        **OPTIONS | {"steps": 1, "recompute": "none"},
     )  # fmt: skip
     step_through(run)
     between = held_bytes(run)
@@ -279,7 +282,7 @@ def test_between_steps_a_rank_holds_its_share_of_frozen_weights_too(ranks):
     for share, changed in ranks(4).run(count_frozen, "by-layer"):
         assert share <= 0.4, "a quarter of the weights, and of the adapters' states"
         assert changed == 0.5, "what was changed within plain() is kept"
-    assert min(share for share, _ in ranks(4).run(count_frozen, "whole")) >= 1
+    assert min(share for share, _ in ranks(2).run(count_frozen, "whole")) >= 1
 
 
 def train_in(dtype, autocast):
@@ -288,7 +291,7 @@ def train_in(dtype, autocast):
     for weights in ("whole", "by-layer"):
         run = lw.prepare(
             models.gpt().to(dtype), models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights,
-            check=False, **OPTIONS | {"recompute": "all"},
+            check=False, **OPTIONS | {"recompute": "all", "steps": 2},
         )  # fmt: skip
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             losses.append(step_through(run)[0])
@@ -312,7 +315,7 @@ def train_with_whole_matrices():
         optimizer = OptimizerSettings(name="adafactor", weight_decay=0.0)
         run = lw.prepare(
             models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, optimizer=optimizer, weights=weights,
-            **OPTIONS | {"recompute": "none"},
+            **OPTIONS | {"recompute": "none", "steps": 2},
         )  # fmt: skip
         losses.append(step_through(run)[0])
         run.close()
