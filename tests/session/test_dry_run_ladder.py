@@ -85,7 +85,7 @@ def ratios_of(setting, rungs):
 @pytest.mark.parametrize(
     ("setting", "rungs"),
     [
-        ("llama, one device", tuple(sorted({*FEW, "keep", "offload"}))),
+        ("llama, one device", tuple(sorted(FEW))),
         *(pytest.param(setting, tuple(RUNGS), marks=pytest.mark.deep) for setting in SETTINGS),
     ],
 )
