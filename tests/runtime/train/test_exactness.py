@@ -34,12 +34,12 @@ flips, into a whole step."""
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 8))])
 def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
-    ranks(num_ranks).run(_check_gradients, seeds=range(6 if num_ranks < 8 else 3))
+    ranks(num_ranks).run(_check_gradients, seeds=range(3))
 
 
 @pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.deep)])
 def test_any_plan_over_two_nodes_gives_the_gradient_of_one_device(ranks, num_ranks):
-    ranks(num_ranks).run(_check_gradients, seeds=range(4), ranks_per_node=num_ranks // 2)
+    ranks(num_ranks).run(_check_gradients, seeds=range(4 if num_ranks == 8 else 2), ranks_per_node=num_ranks // 2)
 
 
 @pytest.mark.deep
@@ -71,7 +71,7 @@ def _check_gradients(seeds, ranks_per_node=0):
 
 @pytest.mark.parametrize("num_ranks", [1, 4, *(pytest.param(n, marks=pytest.mark.deep) for n in (3, 8))])
 def test_steps_with_a_new_random_strategy_each_end_at_the_weights_of_one_device(ranks, num_ranks):
-    _check_training(ranks, num_ranks, SETTINGS)
+    _check_training(ranks, num_ranks, SETTINGS, num_steps=6 if num_ranks in (3, 8) else 4)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def train_by_kernels_of_gpus(*arguments):
     return found
 
 
-def _check_training(ranks, num_ranks, settings, train=train_on_ranks):
-    expected_losses, expected = train_on_one_device(3, 6, num_ranks, settings)
-    for losses, weights in ranks(num_ranks).run(train, 3, 6, torch.float64, settings):
+def _check_training(ranks, num_ranks, settings, train=train_on_ranks, num_steps=4):
+    expected_losses, expected = train_on_one_device(3, num_steps, num_ranks, settings)
+    for losses, weights in ranks(num_ranks).run(train, 3, num_steps, torch.float64, settings):
         assert losses == pytest.approx(expected_losses, rel=EXACT, abs=EXACT)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=EXACT, atol=EXACT)
