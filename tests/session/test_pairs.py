@@ -72,6 +72,8 @@ def test_dpo_trains_what_a_plain_loop_over_pairs_trains(ranks, alone, num_ranks)
     ways = [way | {"recompute": "auto" if num_ranks == 1 else "none"} for way in WAYS]
     if num_ranks > 1:  # one device does not hold the longest pair
         ways = [way for way in ways if way.get("packing") != "never"]
+    if num_ranks == 3:
+        ways = ways[1:]  # by dcp-intra those of test_coupled.py and other files are planned
     for found in ranks(num_ranks).run(train_dpo, ways):
         for way, (losses, degrees, units, weights) in zip(ways, found):
             np.testing.assert_allclose(losses, alone[0], rtol=EXACT, err_msg=str(way))
