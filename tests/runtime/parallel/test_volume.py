@@ -68,20 +68,12 @@ def closed(sent: Sent, weights: Sent, num_tokens):
     return {kind: value for kind, value in both.items() if value}
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.deep), 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3)), 4])
 @pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
-def test_a_layer_sends_what_its_closed_form_says(ranks, method, num_ranks):
+def test_a_layer_sends_and_keeps_what_its_closed_form_says(ranks, method, num_ranks):
     for spec in SPECS:
         volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
-        for forward, backward, _ in ranks(num_ranks).run(sent_and_kept, spec, method, 48, torch.float32):
-            assert forward == pytest.approx(closed(volume.forward.tokens, volume.forward.weights, 48))
-            assert backward == pytest.approx(closed(volume.backward.tokens, volume.backward.weights, 48))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
-@pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
-def test_a_layer_keeps_what_its_closed_form_says(ranks, method, num_ranks):
-    for spec in SPECS:
-        volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
-        for _, _, kept in ranks(num_ranks).run(sent_and_kept, spec, method, 480, torch.float32):
+        for forward, backward, kept in ranks(num_ranks).run(sent_and_kept, spec, method, 480, torch.float32):
+            assert forward == pytest.approx(closed(volume.forward.tokens, volume.forward.weights, 480))
+            assert backward == pytest.approx(closed(volume.backward.tokens, volume.backward.weights, 480))
             assert kept == pytest.approx(volume.kept_bytes * 480, rel=KEPT)
