@@ -114,7 +114,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("llama", "gpt2", "modernbert"))) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("llama", "modernbert"))) for name in CASES],
 )
 def test_a_family_passes_the_check_and_trains_as_its_own_loop_does_at_degrees_1_to_4(ranks, name):
     for found in ranks(4).run(with_check, step_on_ranks, CASES[name], DEGREES):
