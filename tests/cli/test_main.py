@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -97,19 +99,30 @@ def test_tab_completes_commands_without_importing_any_and_options_of_the_command
     assert completed("lengthwise plan --o") == ["--out", "['lengthwise.cli.commands.plan']"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_without_torch_every_command_has_help_or_says_what_to_install(command):
-    code = (
-        "import sys, tests.no_torch\n"
-        f"sys.argv = ['lengthwise', {command!r}, '--help']\n"
-        "from lengthwise.cli.main import main\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) in (
-        (0, ""),
-        (2, f"error: {NO_TORCH}\n"),
-    )
+HELP_OF_ALL = """
+import os, sys, tests.no_torch
+from lengthwise.cli.main import COMMANDS, main
+
+for command in COMMANDS:
+    if os.fork() == 0:  # each has imported what all do, and nothing that another one does
+        sys.argv = ["lengthwise", command, "--help"]
+        os.dup2(os.open(command + ".err", os.O_CREAT | os.O_WRONLY), 2)
+        main()
+        sys.exit()
+    _, status = os.wait()
+    print(command, os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_without_torch_every_command_has_help_or_says_what_to_install(tmp_path):
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, env=variables)
+    printed = run([sys.executable, "-c", HELP_OF_ALL]).stdout
+    codes = {command: int(code) for command, code in re.findall(r"^(\S+) (\d+)$", printed, re.M)}
+    assert codes.keys() == set(COMMANDS)
+    for command, code in codes.items():
+        told = (tmp_path / f"{command}.err").read_text()
+        assert (code, told) in ((0, ""), (2, f"error: {NO_TORCH}\n")), command
 
 
 @pytest.mark.parametrize(
