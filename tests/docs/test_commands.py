@@ -27,7 +27,7 @@ TEXT = "def count(words):\n    return {word: words.count(word) for word in set(w
 QUICK: dict[str, tuple[str, ...]] = {
     "config": (),
     "stats": (),
-    "memory": (),
+    "memory": ("--gpus", "4"),
     "compare": ("--steps", "1", "--policies", "static,packed", "--tokens-per-step", "100000"),
     "index": ("--workers", "1"),
     "plan": ("plan.policy=static", "plan.profile=", "--steps", "2"),
@@ -39,6 +39,7 @@ FEWER = {
     "--gpus": {"64": "8", "8,64": "4,8", "16,64": "8"},
     "--policies": {"static,auto": "static,packed"},
     "--max-length": {"256K": "16K"},
+    "--length": {"5M": "1M"},
 }
 """Devices, policies and lengths in place of those that only take longer to search."""
 NOT_HERE = ("--python-stdlib", "--trace-steps", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
