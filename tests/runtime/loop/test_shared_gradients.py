@@ -88,7 +88,7 @@ def local_world_of_one():
     return DistContext(rank=0, size=1, device=torch.device("cpu"), ranks_per_node=1)
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.deep)])
 def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, stages):
     pool, expected = ranks(num_ranks), memory_runs.train(1, 1, {})
     for place in PLACES if stages == 1 else PLACES[1::2]:
