@@ -71,7 +71,7 @@ def in_groups_of_heads(plan):
 PLANS = {"whole": plan_of(1), "by-layer": plan_of(2), "sharded gradients": with_shared_gradients(plan_of(2))}
 PLANS["groups of heads"] = in_groups_of_heads(plan_of(2))
 """By what ranks hold of weights and gradients, and one whose attention computes groups of heads."""
-RANKS = {"whole": [0], "by-layer": [0, 3], "sharded gradients": [0], "groups of heads": [0]}
+RANKS = {"whole": [0], "by-layer": [3], "sharded gradients": [0], "groups of heads": [0]}
 
 
 @pytest.fixture(
