@@ -18,6 +18,7 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_compiled, check_executable
 from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun
 from lengthwise.runtime.train.execute_step import run_micro_batches
+from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
 from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, pushed_gradients, run_plan, source_of
 from tests.runtime.train.runs import local_world, new_state
 from tests.runtime.train.test_execute_pipeline import batch_of, plan_of
@@ -87,6 +88,21 @@ def _narrow(scheme, cuts):
     plan = sliced(scheme, batch, cuts or ((),) * len(PACKS))
     run_micro_batches(plan, model, state, source_of(batch), clock=StepClock(world))
     return sorted((name, gradient.float()) for name, gradient in pushed_gradients(state).items())
+
+
+def test_by_the_kernels_of_gpus_a_slice_is_two_launches_and_as_exact(ranks):
+    assert ranks(2).run(_by_flash, SCHEMES["two stages"])[0] == {"forward": 3 * 16, "backward": 3 * 16}
+
+
+def _by_flash(scheme):
+    """Launches of the first of two stages: its three layers', of ten passes, six of which see earlier slices."""
+    spec = replace(SPEC, head_size=8)
+    batch = batch_of(*LENGTHS, spec=spec)
+    with flash_on_cpu() as calls:
+        found = run_plan(spec, batch, sliced(scheme, batch))
+        launches = dict(calls)
+    assert_as_on_one_device(spec, batch, found)
+    return launches
 
 
 def test_models_that_look_ahead_compiled_layers_and_prepared_models_refuse_slices():
