@@ -21,12 +21,30 @@ MEMORY, ROOM = "/dev/shm", 4 << 30
 if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= ROOM:
     os.environ["TMPDIR"] = MEMORY
 
-settings.register_profile("busy machine", deadline=None)  # no test is about how long it takes
-settings.load_profile("busy machine")
+# No test is about how long it takes. Properties are tried with fewer examples, and with all of them in deep runs.
+settings.register_profile("quick", deadline=None, max_examples=40)
+settings.register_profile("deep", deadline=None, max_examples=100)
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell's background job ignores it, and so would its children
+
+
+def _is_deep(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "deep"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of examples before any test says its own."""
+    settings.load_profile("deep" if _is_deep(config) else "quick")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Properties are a part of deep runs too, with more examples."""
+    for item in items if _is_deep(config) else ():
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.deep)
 
 
 gc.disable()  # until all is imported, of which next to nothing is garbage

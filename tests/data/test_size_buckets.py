@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.data.size_buckets import packed_lattice, padded_lattice, round_down
+from tests.examples import examples
 
 TOKENS = st.lists(st.integers(1, 70), min_size=1, max_size=11)
 
@@ -24,7 +25,7 @@ def brute_force(tokens, *, most, multiple_of, largest=0):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(TOKENS, st.integers(1, 4), st.integers(1, 9), st.integers(0, 90))
 def test_no_choice_of_sizes_leaves_less_padding(tokens, most, multiple_of, largest):
     lattice = packed_lattice(tokens, most=most, multiple_of=multiple_of, largest=largest)
@@ -36,7 +37,7 @@ def test_no_choice_of_sizes_leaves_less_padding(tokens, most, multiple_of, large
     assert 0 <= lattice.sizes[-1] - max(*tokens, largest) < multiple_of
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(TOKENS, st.integers(1, 9))
 def test_more_sizes_never_leave_more_padding_and_enough_leave_none(tokens, multiple_of):
     found = [packed_lattice(tokens, most=most, multiple_of=multiple_of).num_padding for most in range(1, 13)]

@@ -14,6 +14,7 @@ from lengthwise.report.charts.histogram import LengthBin, length_histogram
 from lengthwise.report.charts.lines import LineStyle, Series, line_chart, thin
 from lengthwise.report.charts.scatter import scatter_chart
 from lengthwise.report.charts.svg import WIDTH
+from tests.examples import examples
 
 NASTY = '<b>"a" & b</b>'
 MOST_BYTES = 6_000
@@ -130,7 +131,7 @@ def test_thinning_keeps_extremes_and_order():
     assert (7777.0, 100.0) in kept and (31.0, -5.0) in kept
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.floats(0.001, 10), st.sampled_from(list(SpanKind))), min_size=1, max_size=400))
 def test_drawn_stretches_cover_what_the_spans_cover(pieces):
     spans, now_s = [], 0.0

@@ -14,6 +14,7 @@ from lengthwise.core.pipeline_config import dense_scheme
 from lengthwise.cost.profiled.hybrid import MEMORY_MARGIN, HybridCost, learn
 from lengthwise.cost.profiled.monotone_curve import choose_polynomial, fit_polynomial, grow_forest, make_curve
 from tests.cost.profiles import CLUSTER, MANY_LENGTHS, MODEL, row, table
+from tests.examples import examples
 
 SCHEME = dense_scheme(MODEL.num_layers)
 NOISY = [row(lengths, noise=1 + 0.2 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]
@@ -28,7 +29,7 @@ def cost():
 
 
 def test_times_and_bytes_never_fall_however_noisy_the_profile(cost):
-    @settings(max_examples=50)
+    @settings(max_examples=examples(50))
     @given(st.lists(st.integers(1, 3 * LONGEST), min_size=1, max_size=8), st.integers(1, 1000))
     def check(lengths, more):
         longer = [lengths[0] + more, *lengths[1:]]

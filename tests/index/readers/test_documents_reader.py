@@ -15,9 +15,12 @@ from lengthwise.index.source_file import Format
 from lengthwise.index.sources import find_sources
 from lengthwise.index.tokenizers import TokenizerSpec
 from lengthwise.index.work_units import split_units
+from tests.examples import examples
 from tests.index.build import build, places_of, texts_of, write_jsonl, write_tree
 
-anywhere = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+anywhere = settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def read_all(path, *, unit_bytes, format=None):
