@@ -14,6 +14,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.draft_plan import time_s
 from lengthwise.plan.space.problem import PricedBatch
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 POLICIES = pytest.mark.parametrize("policy", ["dcp-inter", "dcp-intra"])
@@ -44,7 +45,7 @@ def holds_the_longest(problem):
     st.integers(20, 300),
     st.sampled_from(list(product(Objective, (False, True)))),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_plans_compute_every_sequence_once_fit_and_respect_their_bound(
     policy, lengths, num_devices, devices_per_node, capacity, charging
 ):
@@ -72,7 +73,7 @@ def test_equal_batches_get_equal_plans(policy, lengths, num_devices):
 
 
 @given(batches, st.integers(2, 7))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_intra_recomputes_the_fewest_layers_each_micro_batch_allows(lengths, num_devices):
     problem = problem_of(num_devices=num_devices, samples=[lengths])
     plan = Planner(policy="dcp-intra", problem=problem)(make_batch(lengths))
@@ -91,7 +92,7 @@ def test_intra_recomputes_the_fewest_layers_each_micro_batch_allows(lengths, num
 
 
 @given(batches, st.integers(1, 7))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_inter_recomputes_everywhere_what_the_longest_sequence_of_the_run_needs(lengths, num_devices):
     problem = problem_of(num_devices=num_devices, samples=[lengths])
     plan = Planner(policy="dcp-inter", problem=problem)(make_batch(lengths))
@@ -104,7 +105,7 @@ def test_inter_recomputes_everywhere_what_the_longest_sequence_of_the_run_needs(
 
 @POLICIES
 @given(batches, st.integers(1, 7))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_a_micro_batch_is_of_one_bucket(policy, lengths, num_devices):
     problem = problem_of(num_devices=num_devices, samples=[lengths])
     bucketed = {"dcp-inter": prepare_inter, "dcp-intra": prepare_intra}[policy](problem)

@@ -15,6 +15,7 @@ from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.uniform.hotspa import ROUNDS, HotSpaPolicy
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, estimates_s, propose_ranges
 from lengthwise.plan.uniform.tune import tuning_batches
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 SKEWED = [400, *[10] * 60]
@@ -102,7 +103,7 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
     assert mean_s(prepare("hotspa", problem), batches) <= min(mean_s(policy, batches) for policy in every) * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30))
 def test_floor_and_bound_are_below_the_time(lengths):
     problem = skewed_problem()
@@ -140,7 +141,7 @@ def test_the_estimate_of_balanced_sequences_is_their_time(stages):
             assert estimated_s[i, j] <= took_s * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 5), st.integers(1, 3))
 def test_the_cheapest_segmentation_is_that_of_trying_all(seed, num_candidates, num_points, most):
     rng = np.random.default_rng(seed)

@@ -15,6 +15,7 @@ from lengthwise.plan.uniform.bucket import batch_sizes, bucket, bucket_edges
 from lengthwise.plan.uniform.packed import packed
 from lengthwise.plan.uniform.padded import padded, step_s
 from lengthwise.plan.uniform.static import static
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 BASELINES = ("padded", "static", "bucket", "packed", "hotspa")
@@ -40,7 +41,7 @@ def dealt_by(policy, lengths):
 
 
 @pytest.mark.parametrize("policy", BASELINES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=LENGTHS,
     samples=st.lists(LENGTHS, max_size=2),
@@ -111,7 +112,7 @@ def test_padded_gives_all_micro_batches_of_a_step_one_shape_if_asked():
     assert len({m.time_s for pipeline in plan.pipelines for m in pipeline.micro_batches}) == 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from(Objective))
 def test_padded_tunes_on_the_seconds_that_its_arrangement_takes(
     lengths, size, one_shape, overhead_per_sequence, objective

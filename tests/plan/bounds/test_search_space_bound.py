@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
 from lengthwise.plan.space.problem import PricedBatch
+from tests.examples import examples
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
 
@@ -61,7 +62,7 @@ def arrangements(draw):
     return PricedBatch(problem, make_batch(lengths)), DraftPlan(phases=made)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(arrangements())
 def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
     priced, draft = case

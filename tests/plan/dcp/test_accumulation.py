@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate, idle_share, knapsack
+from tests.examples import examples
 
 SAME_IDLE = 1e-9
 """Idle shares this close are ties, which the smaller step wins: sums in another order round differently."""
@@ -39,14 +40,14 @@ def check(times_s, limits, **options):
 
 
 @given(times, st.integers(1, 2), st.integers(0, 2), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_counts_have_the_least_idle_share_of_all_counts(times_s, g_min, more, every_group):
     times_s = [max(each, max(times_s) / 3) for each in times_s]  # keeps brute force small
     check(times_s, AccumulationRange(g_min=g_min, g_max=g_min + more, every_group=every_group))
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_counts_under_a_cap_have_the_least_idle_share_of_all_counts_under_it(groups, data):
     times_s, devices, sizes = (list(column) for column in zip(*groups))
     times_s = [max(each, max(times_s) / 4) for each in times_s]
@@ -97,7 +98,7 @@ def test_a_range_upside_down_is_refused():
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_knapsack_holds_the_greatest_value_in_the_least_room(items, data):
     values, sizes, most = (list(column) for column in zip(*items))
     capacity = data.draw(st.integers(0, 60))

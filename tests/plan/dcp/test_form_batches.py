@@ -12,6 +12,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.plan.dcp.form_batches import FormedBatches, form_batches
 from lengthwise.plan.planner import Planner
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 
 LONGEST = 100
@@ -47,7 +48,7 @@ def sequences(batches):
 @given(
     streams, st.sampled_from(sorted(PROBLEMS)), st.integers(1, 3), st.integers(1, 4), st.sampled_from([1.0, 1.7, 4.0])
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_formed_batches_hold_every_sequence_of_the_stream_once(batches, num_devices, g_min, window, growth_cap):
     stream = stream_of(batches)
     formed = list(form_batches(iter(stream), PROBLEMS[num_devices], g_min=g_min, window=window, growth_cap=growth_cap))

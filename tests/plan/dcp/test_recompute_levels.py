@@ -7,6 +7,7 @@ from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder, fastest_setting
 from lengthwise.plan.space.problem import PricedBatch
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 ONE_OF_EIGHT = (0, 1, 2, 3, 4, 5, 6, 7, 8)
@@ -66,7 +67,7 @@ class TwoMethods(SimpleCost):
 
 
 @given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 def test_every_pack_runs_as_the_fastest_candidate_that_holds_it_with_the_fewest_layers_that_it_can(packs):
     problem = make_problem(
         TwoMethods(capacity=100), num_devices=2, degrees=[2], stages=[1], recomputed=(0, 2, 4),

@@ -16,6 +16,7 @@ from lengthwise.plan.layerwise.layer_assignment import (
     options_of,
     steady_choices,
 )
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 
 SHARDED = (Method.MEGATRON_TS, Method.MEGATRON_CZ, Method.ULYSSES_Z, Method.METP)
@@ -86,7 +87,7 @@ option = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
 @given(st.lists(option, min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 300))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_counts_take_the_least_time_of_all_compositions_that_fit(options, num_layers, budget):
     times_s, num_bytes = np.array(options, dtype=float).T
     counts = best_counts(times_s, num_bytes, num_layers=num_layers, budget_bytes=budget)
@@ -117,7 +118,7 @@ def test_many_layers_and_options_are_exact_too():
 
 
 @given(st.integers(1, 1250))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_a_pack_gets_the_fastest_of_all_mixes_that_hold_it(num_tokens):
     problem = family(methods=SHARDED[:1] + SHARDED[2:])
     assigner = LayerAssigner(problem.candidates)
@@ -130,7 +131,7 @@ def test_a_pack_gets_the_fastest_of_all_mixes_that_hold_it(num_tokens):
 
 
 @given(st.integers(1, 5000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_costs_that_do_not_add_up_over_layers_still_get_a_mix_that_fits_and_beats_every_option(num_tokens):
     factors = dict(zip(SHARDED, (1.0, 1.1, 1.25, 1.9)))
     problem = family(SimpleCost(capacity=400, method_factors=factors))

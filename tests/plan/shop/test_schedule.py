@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.plan.solve.shop import Machines, Objective, SearchEffort, certify, schedule
+from tests.examples import examples
 
 from .brute import span_of
 from .one_f_one_b import one_f_one_b
@@ -49,7 +50,7 @@ def check(found, work, sizes, machines, objective):
     assert 0 < found.lower_bound <= found.makespan
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(problems)
 def test_a_schedule_runs_every_job_once_within_capacity_and_its_numbers_follow_from_its_batches(problem):
     machines, sizes, objective = problem
@@ -80,7 +81,7 @@ def test_more_effort_never_loosens_the_bound(problem):
     assert found.lower_bound >= certificate.bound * (1 - SUM_ROUNDING)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.lists(st.floats(0.05, 10), min_size=1, max_size=16), st.sampled_from([1, 2, 4, 8]))
 def test_batches_in_order_of_their_time_never_take_1f1b_longer_than_the_flow_shop(times, stages):
     times = sorted(times, reverse=True)

@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, Strategy, uniform_scheme
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.placement import place, placeable
+from tests.examples import examples
 from tests.plan.costs import SimpleCost
 
 
@@ -82,7 +83,7 @@ def test_ranks_tile_the_cluster_in_the_order_asked_for(tiling):
 
 
 @given(tilings(max_degree=7, max_stages=2, max_pipelines=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_as_few_stages_cross_nodes_as_any_placement_needs(tiling):
     shapes, num_devices, per_node = tiling
     per_node = max(per_node, *(degree for degree, _ in shapes))

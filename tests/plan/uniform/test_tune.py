@@ -14,6 +14,7 @@ from lengthwise.plan.uniform.packed import ROUNDS, packed
 from lengthwise.plan.uniform.padded import padded
 from lengthwise.plan.uniform.static import static
 from lengthwise.plan.uniform.tune import fastest, tuning_batches
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 
 SAMPLES = st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=20), min_size=1, max_size=3)
@@ -64,7 +65,7 @@ def test_no_set_up_of_the_policy_is_faster_on_the_samples(name, samples, num_dev
     assert tuned_s <= min(mean_s(policy, batches) for policy in every) * NEGLIGIBLE
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(SAMPLES, st.integers(40, 400))
 def test_floors_are_below_times(samples, capacity):
     problem = make_problem(SimpleCost(capacity=capacity), samples=samples, recomputed=(0, 4))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from lengthwise.plan.heterogeneous.propose.closed_form import relax
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems, workload_of
 
@@ -48,7 +49,7 @@ def test_equals_a_fine_dynamic_programme(capacity, loss):
 
 
 @given(problems(max_steps=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_pipelines_occupy_all_devices_for_all_of_the_time(problem):
     workload = workload_of(problem)
     found = relax(workload)
@@ -59,7 +60,7 @@ def test_pipelines_occupy_all_devices_for_all_of_the_time(problem):
 
 
 @given(problems(max_steps=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_length_could_take_a_candidate_with_fewer_device_seconds(problem):
     workload = workload_of(problem)
     found = relax(workload)

@@ -7,6 +7,7 @@ from lengthwise.plan.heterogeneous.propose.estimate import DEADLINE_RATIO, Estim
 from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
 from lengthwise.plan.solve.shop import Objective
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import counts_of, problems, workload_of
 
@@ -26,7 +27,7 @@ def any_tiling(draw, workload, tiler):
 
 
 @given(st.data(), problems(max_steps=4), st.sampled_from(list(Objective)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_estimates_are_near_what_is_planned(data, problem, objective):
     object.__setattr__(problem, "objective", objective)
     workload = workload_of(problem)

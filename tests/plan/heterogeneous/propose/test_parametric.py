@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from lengthwise.plan.heterogeneous.propose.closed_form import relax
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import counts_of, problems, workload_of
 
@@ -42,7 +43,7 @@ def exhaustive(workload, *, end, bubble):
 
 @pytest.mark.parametrize("bubble", [False, True])
 @given(problem=problems(max_devices=3, max_steps=2, max_sequences=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_equals_exhaustive_search_for_every_length_limit(bubble, problem):
     workload = workload_of(problem)
     found = integer_strategies(workload, bubble=bubble, tolerance=EXACT)

@@ -4,12 +4,13 @@ from hypothesis import given, settings
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.propose.reduce import reduce_candidates
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems
 
 
 @given(problems(recomputed=(0, 2, 4), methods=(Method.ULYSSES, Method.RING)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_what_is_dropped_another_candidate_replaces_in_every_respect(problem):
     lengths = np.concatenate(problem.samples)
     kept = reduce_candidates(problem.candidates, lengths, max_candidates=1000)
@@ -26,7 +27,7 @@ def test_what_is_dropped_another_candidate_replaces_in_every_respect(problem):
 
 
 @given(problems(recomputed=(0, 2, 4)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_few_candidates_in_their_order_still_hold_the_longest_sequence(problem):
     lengths = np.concatenate(problem.samples)
     for most in (1, 3):

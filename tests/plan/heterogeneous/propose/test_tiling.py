@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, fillable, strategy_of
 from lengthwise.plan.space.placement import placeable
+from tests.examples import examples
 from tests.plan.costs import make_problem
 from tests.plan.propose.workloads import counts_of, problems, workload_of
 
@@ -17,7 +18,7 @@ def tiler_of(problem):
 
 
 @given(st.data(), problems(max_devices=12, max_steps=1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_filled_strategies_tile_the_cluster_and_keep_what_fitted(data, problem):
     tiler = tiler_of(problem)
     candidate = data.draw(st.integers(0, len(tiler.sizes) - 1))
@@ -28,7 +29,7 @@ def test_filled_strategies_tile_the_cluster_and_keep_what_fitted(data, problem):
 
 
 @given(st.data(), problems(max_devices=12, max_steps=1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_fractions_are_rounded_to_neighbours_that_tile_the_cluster(data, problem):
     tiler = tiler_of(problem)
     weights = np.array(data.draw(st.lists(st.floats(0, 1), min_size=len(tiler.sizes), max_size=len(tiler.sizes))))
