@@ -48,14 +48,13 @@ FAMILIES = {
 }
 
 
-# Methods are compared with the same one device, in one process after the other.
-alone = lru_cache(maxsize=16)(on_one_device)
+# Methods are compared with the same operation, in one process after the other.
 operation_alone = lru_cache(maxsize=16)(operation_on_one_device)
 
 
 def check(spec, lengths, methods, *, tolerance=EXACT, **options):
     given = {name: options[name] for name in ("scale", "dtype") if name in options}
-    expected_loss, expected = alone(spec, tuple(lengths), **given)
+    expected_loss, expected = on_one_device(spec, lengths, **given)
     loss, grads = on_ranks(spec, lengths, methods, **options)
     assert torch.isfinite(loss)
     assert_same(loss, expected_loss, tolerance=tolerance)
@@ -176,7 +175,7 @@ def test_evaluation_without_gradients_gives_the_same_loss(ranks):
 def check_evaluation():
     import torch.distributed as dist
 
-    expected, _ = alone(CAUSAL, (9, 5))
+    expected, _ = on_one_device(CAUSAL, (9, 5))
     for method in WHOLE:
         model, (tokens_T, targets_T, cu_seqlens) = model_of(CAUSAL), pack_of((9, 5), CAUSAL)
         with torch.no_grad():
