@@ -15,6 +15,7 @@ from lengthwise.runtime.parallel.first_writes import FirstWrites, Rows
 from lengthwise.runtime.parallel.ring import Ring
 from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 from lengthwise.runtime.parallel.tokens import shard_tokens
+from tests.examples import examples
 from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
 from tests.runtime.parallel.test_tokens import random_tree
 
@@ -26,7 +27,7 @@ RUN = st.tuples(st.integers(0, NUM_ROWS - 1), st.integers(1, 5)).map(lambda run:
 
 @given(results=st.lists(st.lists(RUN, min_size=1, max_size=3), max_size=6))
 @example(results=[[(row, row + 1)] for row in range(1, NUM_ROWS, 2)])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_first_results_are_written_and_later_ones_added(results):
     writes = FirstWrites.of(results, NUM_ROWS)
     x = writes.fill(torch.full((NUM_ROWS,), torch.nan), 0.0)
@@ -41,7 +42,7 @@ def test_first_results_are_written_and_later_ones_added(results):
 
 
 @given(seed=st.integers(0, 1 << 20), num_segments=st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_one_rank_starts_a_prefix_tree_from_no_zeros(seed, num_segments):
     """Each query and key is first written by the task of its own segment."""
     ring, tree = ring_of_tree(seed, num_segments)

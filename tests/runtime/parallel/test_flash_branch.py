@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.dryrun.attention_kernels import _pairs
 from lengthwise.runtime.models.varlen_attention import attend_by_run, attend_varlen
+from tests.examples import examples
 from tests.runtime.models.cases import assert_same
 from tests.runtime.models.test_varlen_attention import output_and_gradients, random_qkv
 from tests.runtime.parallel.cases import SHARDED, WHOLE, able
@@ -100,7 +101,7 @@ def test_windows_are_one_launch_over_all_sequences_and_cost_what_each_token_sees
 
 
 @given(queries=st.integers(1, 9), keys=st.integers(1, 9), before=st.integers(-1, 9), after=st.integers(-1, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_pairs_of_queries_and_keys_are_those_that_see_each_other(queries, keys, before, after):
     distance = np.arange(queries)[:, None] + keys - queries - np.arange(keys)
     sees = ((before < 0) | (distance <= before)) & ((after < 0) | (distance >= -after))

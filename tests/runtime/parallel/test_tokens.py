@@ -13,6 +13,7 @@ from lengthwise.runtime.models.attention_view import AttentionView, across_frame
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.packed_tasks import packed
 from lengthwise.runtime.parallel.tokens import shard_tokens
+from tests.examples import examples
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -47,7 +48,7 @@ def test_causal_work_is_balanced(degree):
     kind=st.sampled_from(["causal", "bidirectional", "within frames", "across frames"]),
     frame_size=st.integers(1, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_tasks_cover_exactly_the_pairs_that_attention_sees(lengths, degree, kind, frame_size):
     cu_seqlens = boundaries(lengths)
     view = {
@@ -66,7 +67,7 @@ def test_tasks_cover_exactly_the_pairs_that_attention_sees(lengths, degree, kind
 
 
 @given(seed=st.integers(0, 1 << 20), num_segments=st.integers(1, 9), degree=st.integers(1, 4), zigzag=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_tasks_of_a_prefix_tree_also_see_all_that_a_segment_continues(seed, num_segments, degree, zigzag):
     tree = random_tree(np.random.default_rng(seed), num_segments)
     view = in_order((0, tree.num_slots), causal=True, tree=tree)

@@ -14,6 +14,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.sort import rows as sorting
 from lengthwise.runtime.sort.deal_rows import deal
 from lengthwise.runtime.sort.rows import sort_rows
+from tests.examples import examples
 from tests.runtime.harness import RankPool
 from tests.runtime.sort.cases import (
     NAMES,
@@ -57,7 +58,7 @@ def test_any_rows_come_out_as_numpy_sorts_them_in_even_shares(ranks, num_ranks):
 @pytest.mark.deep
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_a_thousand_drawn_inputs_come_out_as_numpy_sorts_them(ranks, num_ranks):
-    @settings(max_examples=250, deadline=None, phases=FIND)
+    @settings(max_examples=examples(250), deadline=None, phases=FIND)
     @given(cases(num_ranks))
     def check(drawn):
         ranks(num_ranks).run(check_drawn, drawn)
