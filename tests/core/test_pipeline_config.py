@@ -91,8 +91,8 @@ def test_uniform_schemes_spread_layers_and_recompute_evenly():
     [
         ({"stage_layers": (7,)}, "a scheme of 1 stage has none"),
         ({"shard_gradients": True}, "no gradients of weights that ranks could reduce"),
-        ({"offload": (True,) * 7}, "not split with activations on the host, tiles or groups of heads"),
-        ({"tile_tokens": 64}, "not split with activations on the host, tiles or groups of heads"),
+        ({"offload": (True,) * 7}, "not split with activations on the host, tiles, groups of heads or slices"),
+        ({"tile_tokens": 64}, "not split with activations on the host, tiles, groups of heads or slices"),
     ],
 )
 def test_split_backwards_are_refused_where_they_cannot_be(others, message):

@@ -59,7 +59,7 @@ def test_a_plan_hides_what_each_of_its_pipelines_has_room_for():
     """From the plan's own micro-batches; simulated, it takes as long, and with the user's share as that says."""
     cost = AnalyticCost(model=MODEL, cluster=cluster_preset("2x8xH100-80GB"))
     for policy in ("auto", "dcp-intra"):
-        few = {"policy": policy, "steps": 1, "max_stages": 2, "offload": "none"}
+        few = {"policy": policy, "steps": 1, "max_stages": 2, "offload": "none", "methods": ["ulysses"]}
         for plan in lengthwise.plan("githubcode", model="llama-7b", cluster="2x8xH100-80GB", **few):
             if plan.num_phases > 1:
                 continue
