@@ -4,14 +4,9 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
-
-if TYPE_CHECKING:
-    from tests.runtime.harness import RankPool
 
 # One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,20 +57,3 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def ranks() -> "Iterator[Callable[[int], RankPool]]":
-    """``ranks(n)`` is a pool of n CPU ranks, shared by all files of the session and replaced after a failure."""
-    from tests.runtime.harness import RankPool
-
-    pools: dict[int, RankPool] = {}
-
-    def get(num_ranks: int) -> RankPool:
-        if num_ranks not in pools or not pools[num_ranks].is_usable:
-            pools[num_ranks] = RankPool(num_ranks)
-        return pools[num_ranks]
-
-    yield get
-    for pool in pools.values():
-        pool.close()

@@ -11,6 +11,21 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(n)`` is a pool of n CPU ranks, shared by the session and replaced after a failure."""
+    pools: dict[int, RankPool] = {}
+
+    def get(num_ranks: int) -> RankPool:
+        if num_ranks not in pools or not pools[num_ranks].is_usable:
+            pools[num_ranks] = RankPool(num_ranks)
+        return pools[num_ranks]
+
+    yield get
+    for pool in pools.values():
+        pool.close()
+
+
 @pytest.fixture
 def fresh_ranks() -> Iterator[Callable[[int], RankPool]]:
     """``fresh_ranks(n)`` is n ranks that have run nothing yet, for tests of what memory they use."""
