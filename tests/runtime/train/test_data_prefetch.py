@@ -11,6 +11,7 @@ import torch
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.pass_order import PipelineSchedule
+from lengthwise.core.sliced_passes import slices_of
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.micro_batch_tensors import feed
@@ -83,7 +84,9 @@ def test_the_micro_batches_of_a_rank_are_those_of_its_forwards_in_their_order():
         for rank in range(num_ranks):
             forwards = [one for _, of_ranks in lists for one in of_ranks[rank] if one.kind is OperationKind.FORWARD]
             assert packs_of(plan, rank) == [
-                plan.pipelines[one.pipeline].micro_batches[one.micro_batch].pack for one in forwards
+                plan.pipelines[one.pipeline].micro_batches[one.micro_batch].pack
+                for one in forwards
+                if not slices_of(plan.pipelines[one.pipeline])[one.number].part  # later slices are of the same tensors
             ]
 
 

@@ -15,6 +15,7 @@ from lengthwise.config.run_config import check
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.sliced_passes import slices_of
 from lengthwise.core.zero_bubble import splits
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.models.registry import build_model
@@ -209,15 +210,15 @@ def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp
 
 
 def passes_of(plan) -> set[tuple[int, str]]:
-    """The passes of every micro-batch on every rank of its pipeline; its name is its number there."""
+    """The passes of every micro-batch, or of its slices, on every rank of its pipeline."""
     return {
-        (rank, f"{name} {number}")
+        (rank, f"{name} {part.name}")
         for pipeline in plan.pipelines
-        for number in range(len(pipeline.micro_batches))
+        for part in slices_of(pipeline)
         for stage in range(pipeline.scheme.num_stages)
         for rank in pipeline.ranks_of(stage)
         for name in ("forward", "backward", "weights")
-        if name != "weights" or splits(pipeline, stage, number)
+        if name != "weights" or splits(pipeline, stage, part.number)
     }
 
 
