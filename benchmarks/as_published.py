@@ -13,7 +13,8 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, pack_times_s, pipeline_time_s, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
+from lengthwise.plan.space.draft_times import pack_times_s, pipeline_time_s, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.bucket import batch_sizes
 from lengthwise.plan.uniform.hotspa import HotSpaPolicy

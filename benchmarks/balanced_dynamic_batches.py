@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import ranks_of
 

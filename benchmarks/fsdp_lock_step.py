@@ -23,7 +23,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, largest_unit
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import phase_times_s, step_times_s
+from lengthwise.plan.space.draft_times import phase_times_s, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace
 

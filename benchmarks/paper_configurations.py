@@ -16,7 +16,8 @@ from lengthwise.core.specs import model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, make_problem, sample_lengths
 from lengthwise.plan.uniform.hotspa import HotSpaPolicy

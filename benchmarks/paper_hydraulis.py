@@ -16,7 +16,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.solve.shop import Objective
-from lengthwise.plan.space.draft_plan import pack_times_s, pipeline_time_s
+from lengthwise.plan.space.draft_times import pack_times_s, pipeline_time_s
 from lengthwise.plan.uniform.static import static
 
 HOMOGENEOUS = "4 x <16,1>"

@@ -17,7 +17,7 @@ from lengthwise.core.prefix_tree import ROOT, PrefixTree
 from lengthwise.plan import auto, policies
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
-from lengthwise.plan.space.draft_plan import step_times_s
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.sim.engine import simulate
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem

@@ -12,7 +12,7 @@ from lengthwise.plan.dcp.deal_buckets import evenly
 from lengthwise.plan.dcp.device_groups import Demand, GroupPlanner, Tiling
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
-from lengthwise.plan.space.draft_plan import time_s
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PricedBatch
 from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem

@@ -15,7 +15,7 @@ from lengthwise.plan.solve.shop import Machines, Objective, schedule
 from lengthwise.plan.solve.shop.exchange_moves import MOST_JOBS, MOST_PAIRS, Assignment, _few_jobs, estimating
 from lengthwise.plan.solve.shop.model import make_problem as make_shop
 from lengthwise.plan.solve.shop.pack import fewest_conceivable, pack, spread
-from lengthwise.plan.space import draft_plan
+from lengthwise.plan.space import draft_times
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.search_space import FEWEST_SAMPLES, NUM_SAMPLES, SAMPLED_SEQUENCES, lengths_of
 from lengthwise.plan.uniform.padded import step_s
@@ -86,7 +86,7 @@ def test_padding_is_tuned_without_a_schedule_of_every_pipeline(monkeypatch):
     problem = make_problem(num_devices=64, samples=samples, stages=(2, 4))
     setups = [(candidate, size) for candidate in tiling_candidates(problem, policy="padded") for size in (1, 2, 4)]
     scheduled = []
-    monkeypatch.setattr(draft_plan, "pipeline_end_s", lambda *of: scheduled.append(of) or pipeline_end_s(*of))
+    monkeypatch.setattr(draft_times, "pipeline_end_s", lambda *of: scheduled.append(of) or pipeline_end_s(*of))
     batch = PricedBatch(problem, make_batch(samples[0]))
     for candidate, size in setups:
         every_s = []

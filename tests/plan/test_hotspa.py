@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.solve.segments import best_segmentations
-from lengthwise.plan.space.draft_plan import DraftPlan, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.uniform.hotspa import ROUNDS, HotSpaPolicy
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, estimates_s, propose_ranges

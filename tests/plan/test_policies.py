@@ -9,7 +9,7 @@ from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.solve.shop import Objective
-from lengthwise.plan.space.draft_plan import time_s
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.uniform.bucket import batch_sizes, bucket, bucket_edges
 from lengthwise.plan.uniform.packed import packed

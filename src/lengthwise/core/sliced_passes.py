@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule
+from lengthwise.core.one_f_one_b import PassTimes, run_stages
+from lengthwise.core.pass_order import Pass, PassKind
 from lengthwise.core.step_plan import Pipeline
+
+TOLERANCE = 1e-6
+"""Relative, of sums of seconds that are equal but for rounding."""
+MULTIPLES = (1, 2, 5)
+"""Of a forward, for how long stages compute later ones while they wait for its slice's gradient."""
 
 
 def largest_share(num_slices: int) -> float:
@@ -77,77 +83,113 @@ def is_sliced(pipeline: Pipeline) -> bool:
     return any(micro_batch.slices for micro_batch in pipeline.micro_batches)
 
 
-def sliced_orders(
-    counts: Sequence[int],
-    kept_bytes: Sequence[int],
-    *,
-    limit_bytes: int,
-    num_stages: int,
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
-) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of each stage in order, by the number of the slice; where nothing is cut, 1F1B or GPipe.
+class SlicedOrders(NamedTuple):
+    """The passes of each stage in order, by the number of the slice, and when the last of them ends."""
 
-    Before each backward the last stage runs the forwards that it needs, and one more if all that it keeps then is no
-    more than all slices of one micro-batch; every stage before runs one more than the stage behind it, and may keep the
-    largest slice once more. A stage without others runs what it needs.
+    end_s: float
+    orders: tuple[tuple[Pass, ...], ...]
+
+
+def sliced_orders(
+    counts: Sequence[int], times: PassTimes, kept_bytes: Sequence[int], *, limit_bytes: int, num_stages: int
+) -> SlicedOrders:
+    """The passes under 1F1B; where nothing is cut, in its usual order.
+
+    Before each backward the last stage runs the forwards that it needs, and by some rules one more if all that it keeps
+    then is no more than all slices of one micro-batch. Every stage before runs one more than the stage behind it, or as
+    many short ones as take a multiple of that of the slice whose gradient it waits for, and may keep the largest slice
+    once more. A stage without others runs what it needs. Of these rules the one is taken whose last pass ends first.
 
     Args:
         counts: slices of each micro-batch.
+        times: seconds of the passes of each slice, the same on every stage.
         kept_bytes: [N] what each slice keeps on each stage from its forward to its backward.
         limit_bytes: most that any stage keeps of all slices in flight.
         num_stages: of the pipeline.
-        schedule: under GPipe all forwards come first.
     """
-    ends = list(accumulate(counts))
-    backwards = [number for count, end in zip(counts, ends) for number in range(end - 1, end - count - 1, -1)]
-    needed = [end for count, end in zip(counts, ends) for _ in range(count)]
-    if schedule is PipelineSchedule.GPIPE:
-        return (_order([len(backwards)] * len(backwards), backwards),) * num_stages
-    most_bytes = max((sum(kept_bytes[end - count : end]) for count, end in zip(counts, ends)), default=0)
-    forwards_before, orders = needed, list[tuple[Pass, ...]]()
-    for behind in range(num_stages):
-        if num_stages > 1:
-            may_keep = min(limit_bytes, most_bytes + behind * max(kept_bytes, default=0))
-            ahead = _last_stage if behind == 0 else _one_more
-            forwards_before = ahead(forwards_before, backwards, kept_bytes, may_keep)
-        orders.append(_order(forwards_before, backwards))
-    return tuple(reversed(orders))
+    pipeline = _Slices(counts, times, kept_bytes, limit_bytes, num_stages)
+    if num_stages == 1:
+        return pipeline.run([pipeline.needed])
+    eager, lazy = pipeline.last_stage(), pipeline.needed
+    rules = [(eager, multiple) for multiple in MULTIPLES]
+    rules += [(lazy, multiple) for multiple in MULTIPLES if lazy != eager]
+    options = dict.fromkeys(tuple(map(tuple, pipeline.stages(last, multiple))) for last, multiple in rules)
+    return min(map(pipeline.run, options), key=lambda option: option.end_s)
 
 
-def _last_stage(
-    needed: Sequence[int], backwards: Sequence[int], kept_bytes: Sequence[int], limit_bytes: int
-) -> list[int]:
-    """How many forwards the last stage runs before each backward."""
-    forwards_before: list[int] = []
-    num_forwards, in_flight = 0, 0
-    for number, least in zip(backwards, needed):
-        is_room = (
-            bool(forwards_before)
-            and num_forwards < len(backwards)
-            and in_flight + kept_bytes[num_forwards] <= limit_bytes
-        )
-        more = max(least, num_forwards + is_room)
-        in_flight += sum(kept_bytes[num_forwards:more]) - kept_bytes[number]
-        num_forwards = more
-        forwards_before.append(num_forwards)
-    return forwards_before
+def forwards_first(counts: Sequence[int], num_stages: int) -> tuple[tuple[Pass, ...], ...]:
+    """The passes under GPipe; ``counts``: slices of each micro-batch."""
+    backwards = _backwards(counts)
+    return (_order([len(backwards)] * len(backwards), backwards),) * num_stages
 
 
-def _one_more(
-    behind: Sequence[int], backwards: Sequence[int], kept_bytes: Sequence[int], limit_bytes: int
-) -> list[int]:
-    """How many forwards a stage runs before each backward; ``behind``: those of the stage behind it."""
-    forwards_before: list[int] = []
-    num_forwards, in_flight = 0, 0
-    for number, least in zip(backwards, behind):
-        in_flight += sum(kept_bytes[num_forwards:least])
-        num_forwards = max(num_forwards, least)
-        if num_forwards == least < len(backwards) and in_flight + kept_bytes[least] <= limit_bytes:
-            in_flight += kept_bytes[least]
-            num_forwards += 1
-        in_flight -= kept_bytes[number]
-        forwards_before.append(num_forwards)
-    return forwards_before
+def _backwards(counts: Sequence[int]) -> list[int]:
+    """Slices in the order of their backwards."""
+    ends = accumulate(counts)
+    return [number for count, end in zip(counts, ends) for number in range(end - 1, end - count - 1, -1)]
+
+
+class _Slices:
+    """The slices of one pipeline, and how many forwards its stages run before each backward."""
+
+    def __init__(
+        self, counts: Sequence[int], times: PassTimes, kept_bytes: Sequence[int], limit_bytes: int, num_stages: int
+    ) -> None:
+        ends = list(accumulate(counts))
+        self._backwards, self._times, self._kept_bytes = _backwards(counts), times, kept_bytes
+        self._limit_bytes, self._num_stages = limit_bytes, num_stages
+        self._most_bytes = max((sum(kept_bytes[end - count : end]) for count, end in zip(counts, ends)), default=0)
+        self.needed = [end for count, end in zip(counts, ends) for _ in range(count)]
+
+    def run(self, forwards_before: Sequence[Sequence[int]]) -> SlicedOrders:
+        """When the last pass ends; ``forwards_before``: of the last stage and those before it."""
+        orders = tuple(_order(counts, self._backwards) for counts in reversed(forwards_before))
+        passes = run_stages([self._times] * self._num_stages, orders=orders)
+        return SlicedOrders(max((stage[-1].end_s for stage in passes if stage), default=0.0), orders)
+
+    def stages(self, last: list[int], multiple: float) -> list[list[int]]:
+        """The forwards of every stage, the last first, whose own are given."""
+        stages, largest = [last], max(self._kept_bytes, default=0)
+        for behind in range(1, self._num_stages):
+            may_keep = min(self._limit_bytes, self._most_bytes + behind * largest)
+            stages.append(self._before(stages[-1], multiple, may_keep))
+        return stages
+
+    def last_stage(self) -> list[int]:
+        """The forwards of the last stage where it runs one more than it needs whenever there is room."""
+        kept_bytes, limit_bytes = self._kept_bytes, min(self._limit_bytes, self._most_bytes)
+        forwards_before: list[int] = []
+        num_forwards, in_flight = 0, 0
+        for number, least in zip(self._backwards, self.needed):
+            is_room = (
+                bool(forwards_before)
+                and num_forwards < len(self._backwards)
+                and in_flight + kept_bytes[num_forwards] <= limit_bytes
+            )
+            more = max(least, num_forwards + is_room)
+            in_flight += sum(kept_bytes[num_forwards:more]) - kept_bytes[number]
+            num_forwards = more
+            forwards_before.append(num_forwards)
+        return forwards_before
+
+    def _before(self, behind: Sequence[int], multiple: float, limit_bytes: int) -> list[int]:
+        """The forwards of a stage; ``behind``: those of the stage behind it."""
+        kept_bytes, forwards_s = self._kept_bytes, self._times.forwards_s
+        forwards_before: list[int] = []
+        num_forwards, in_flight = 0, 0
+        for number, least in zip(self._backwards, behind):
+            in_flight += sum(kept_bytes[num_forwards:least])
+            num_forwards = max(num_forwards, least)
+            left_s = (multiple + TOLERANCE) * forwards_s[number] - sum(forwards_s[least:num_forwards])
+            while num_forwards < len(self._backwards) and in_flight + kept_bytes[num_forwards] <= limit_bytes:
+                left_s -= forwards_s[num_forwards]
+                if left_s < 0.0 and num_forwards > least:
+                    break
+                in_flight += kept_bytes[num_forwards]
+                num_forwards += 1
+            in_flight -= kept_bytes[number]
+            forwards_before.append(num_forwards)
+        return forwards_before
 
 
 def _order(forwards_before: Sequence[int], backwards: Sequence[int]) -> tuple[Pass, ...]:

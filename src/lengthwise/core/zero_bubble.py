@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from lengthwise.core.one_f_one_b import PassTimes, forwards_in
 from lengthwise.core.pass_order import Pass, PassKind, PipelineSchedule, issue_order
-from lengthwise.core.sliced_passes import is_sliced, sliced_orders, slices_of
+from lengthwise.core.sliced_passes import forwards_first, is_sliced, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 
 AT_ONCE = math.inf
@@ -58,13 +58,13 @@ def pass_orders(
     """
     num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
     if is_sliced(pipeline):
-        return sliced_orders(
-            [max(1, len(m.slices)) for m in pipeline.micro_batches],
-            [part.kept_bytes for part in slices_of(pipeline)],
-            limit_bytes=max(max(0, m.peak_bytes - pipeline.state_bytes) for m in pipeline.micro_batches),
-            num_stages=num_stages,
-            schedule=schedule,
-        )
+        counts = [max(1, len(m.slices)) for m in pipeline.micro_batches]
+        if schedule is PipelineSchedule.GPIPE:
+            return forwards_first(counts, num_stages)
+        limit_bytes = max(max(0, m.peak_bytes - pipeline.state_bytes) for m in pipeline.micro_batches)
+        kept_bytes = [part.kept_bytes for part in slices_of(pipeline)]
+        times = pass_times(pipeline)
+        return sliced_orders(counts, times, kept_bytes, limit_bytes=limit_bytes, num_stages=num_stages).orders
     if pipeline.scheme.zero_bubble and schedule is PipelineSchedule.ONE_F_ONE_B:
         return filled_orders(pass_times(pipeline), num_stages)
     return tuple(

@@ -40,7 +40,8 @@ from lengthwise.plan.layerwise.paradyse import on_every_degree
 from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.parts import holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.shared_work import shared_work, work_shares

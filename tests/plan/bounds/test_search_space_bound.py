@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 from tests.examples import examples
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem

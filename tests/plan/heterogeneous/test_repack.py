@@ -10,7 +10,8 @@ import pytest
 from lengthwise.plan import auto
 from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.brute_force import BruteForce, partitions
 from tests.plan.costs import SimpleCost, make_batch, make_problem

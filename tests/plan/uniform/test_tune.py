@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.space.draft_plan import DraftPlan, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.uniform import tune
 from lengthwise.plan.uniform.bucket import BUDGETS, batch_sizes, bucket, bucket_edges
 from lengthwise.plan.uniform.packed import ROUNDS, packed

@@ -27,7 +27,8 @@ from lengthwise.plan.dcp.device_groups import GroupPlanner, Tiling
 from lengthwise.plan.dcp.length_buckets import LengthBuckets, make_buckets
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.space.candidate import Candidate, reach_in_words
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, strategy_of, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, strategy_of
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.tune import fastest, tuning_batches

@@ -1,4 +1,7 @@
-"""Packs that are dealt already run as the fastest candidate of their pipeline's family that holds them."""
+"""Packs that are dealt already run as the fastest candidate of their pipeline's family that holds them.
+
+Where they are cut into slices, those of short sequences may become smaller packs of fewer slices.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,16 +13,20 @@ import numpy as np
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
 from lengthwise.plan.space.candidate import Candidate, Family
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, draft_pipeline_s, pack_times_s, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s, time_s
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.sliced_packs import smaller_packs, with_fewer_slices
 
+SLICES_OF_PACKS = (0.25, 0.5, 1.0, 2.0)
+"""Slices, as large as those of the longest sequence, that packs of short ones may have in place of many."""
 SLACK = 1e-9
 """Relative, for the rounding of sums."""
 
 
 class FastestRuns:
-    """Chooses methods and recompute of packs, family by family."""
+    """Chooses methods, recompute and slices of packs, family by family."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         candidates = tuple(candidates)
@@ -60,7 +67,7 @@ class FastestRuns:
         return tuple(improved)
 
     def _staged(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
-        """A pipeline of several stages, which runs all its packs as one candidate."""
+        """A pipeline of several stages, which runs all its packs as one candidate, or as one in fewer slices."""
         family = pipeline.candidate.family
         if family not in self._alone:
             self._alone[family] = undominated(self._families[family])
@@ -77,7 +84,23 @@ class FastestRuns:
         finer = () if fewer is None else between(fewer, best.candidate)
         fewest = next((candidate for candidate in finer if candidate.max_tokens >= longest), None)
         option = best if fewest is None else replace(best, candidate=fewest)
-        return option if _time_s(priced, option, limit_s=best_s) < best_s else best
+        if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
+            best, best_s = option, time_s
+        return _in_fewer_slices(priced, best, best_s) if best.candidate.scheme.slices > 1 else best
+
+
+def _in_fewer_slices(priced: PricedBatch, pipeline: PipelineDraft, best_s: float) -> PipelineDraft:
+    """The pipeline, or one whose short sequences are in smaller packs of fewer slices, if that is faster."""
+    best, candidate = pipeline, pipeline.candidate
+    times_s, tokens = priced.times_s(candidate), np.array(priced.batch.lengths)
+    for num_slices in (None, *SLICES_OF_PACKS):
+        packs = pipeline.packs if num_slices is None else smaller_packs(candidate, pipeline.packs, times_s, num_slices)
+        works_s = np.array([times_s[list(pack)].sum() for pack in packs])
+        runs = with_fewer_slices(candidate, works_s, np.array([tokens[list(pack)].sum() for pack in packs]))
+        option = replace(pipeline, packs=packs, runs=runs)
+        if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
+            best, best_s = option, time_s
+    return best
 
 
 def _that_may_beat(

@@ -7,7 +7,8 @@ and where sequences are few, another packing is then often faster.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lengthwise.plan.space.draft_plan import Phase, PipelineDraft, draft_pipeline_s, pack_times_s
+from lengthwise.plan.space.draft_plan import Phase, PipelineDraft
+from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
 
 MOST_TRIED = 300

@@ -32,7 +32,8 @@ from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_str
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.policies import Policy
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.parts import holding, parts_of
 from lengthwise.plan.space.placement import placeable
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch

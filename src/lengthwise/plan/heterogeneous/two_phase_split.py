@@ -13,7 +13,8 @@ from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import CandidateFamily, placed_strategy
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 FULL_PLANS = 2

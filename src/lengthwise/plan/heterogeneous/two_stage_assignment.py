@@ -10,7 +10,8 @@ from lengthwise.core.pipeline_config import Strategy
 from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, schedule
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 

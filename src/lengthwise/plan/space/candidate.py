@@ -38,6 +38,7 @@ class Candidate:
     sizes: tuple[int, ...] = ()
     """Tokens that micro-batches are filled up to, ascending; empty: to none."""
     _recomputing: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
+    _in_slices: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
 
     @cached_property
     def num_devices(self) -> int:
@@ -157,6 +158,12 @@ class Candidate:
             recompute = spread(num_layers, self.scheme.num_layers)
             self._recomputing[num_layers] = replace(self, scheme=replace(self.scheme, recompute=recompute))
         return self._recomputing[num_layers]
+
+    def in_slices(self, count: int) -> "Candidate":
+        """The candidate whose micro-batches have ``count`` slices, and that is alike otherwise; made once."""
+        if count not in self._in_slices:
+            self._in_slices[count] = replace(self, scheme=replace(self.scheme, slices=count))
+        return self._in_slices[count]
 
     @property
     def is_limited_by_host(self) -> bool:

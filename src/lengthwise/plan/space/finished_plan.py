@@ -13,13 +13,15 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import (
     DraftPlan,
     PipelineDraft,
-    comm_times_s,
-    draft_times_s,
     fillers,
-    issue_order,
     longest_first,
     numbers_by_candidate,
     runs_of,
+)
+from lengthwise.plan.space.draft_times import (
+    comm_times_s,
+    draft_times_s,
+    issue_order,
     step_times_of,
     weight_times_s,
     whole_update_s,
@@ -114,7 +116,7 @@ def _micro_batches(
             pack=pack,
             time_s=time_s,
             weights_s=next(weights_s),
-            slices=cut_pack(run, pack.computed_lengths, time_s) if run.scheme.slices > 1 else (),
+            slices=cut_pack(run, pack.computed_lengths, time_s),
             comm_s=min(comm_s, time_s),  # that of a unit is counted as of one sequence
             peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,

@@ -4,7 +4,8 @@ from collections import defaultdict
 
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, pack_times_s, runs_of
+from lengthwise.plan.space.draft_plan import DraftPlan, runs_of
+from lengthwise.plan.space.draft_times import pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
 
 Kind = tuple[int, int, frozenset[Method]]

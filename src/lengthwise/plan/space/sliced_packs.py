@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from math import ceil
+from heapq import heappop, heappush
+from math import ceil, log2
 
 import numpy as np
 
-from lengthwise.core.one_f_one_b import PassTimes, run_stages
+from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import PlannedSlice
 from lengthwise.core.sliced_passes import largest_share, sliced_orders
@@ -161,26 +162,73 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
     return tuple(sizes), tuple((np.diff(sums_s, prepend=0.0) / (sums_s[-1] or 1.0)).tolist())
 
 
-def sliced_pipeline_s(candidate: Candidate, lengths: Sequence[Sequence[int]], times_s: Sequence[float]) -> float:
+def with_fewer_slices(candidate: Candidate, works_s: np.ndarray, num_tokens: np.ndarray) -> tuple[Candidate, ...]:
+    """What each pack of a pipeline runs as, so that their slices are about as large as those of the longest.
+
+    Short ones then cost less overhead. They have a power of two of them, and not so few that memory is short.
+
+    Args:
+        candidate: as which the longest pack runs.
+        works_s: [V] seconds of each pack on one stage, overhead left out.
+        num_tokens: [V] of each pack.
+    """
+    wanted = candidate.scheme.slices * works_s / (works_s.max(initial=0.0) or 1.0)
+    runs = []
+    for fewest, tokens in zip(wanted.tolist(), num_tokens.tolist()):
+        count = 1 << ceil(log2(max(1.0, fewest)))
+        while count < candidate.scheme.slices and candidate.in_slices(count).max_tokens < tokens:
+            count *= 2
+        runs.append(candidate.in_slices(count) if count < candidate.scheme.slices else candidate)
+    return tuple(runs)
+
+
+def smaller_packs(
+    candidate: Candidate, packs: Sequence[tuple[int, ...]], times_s: np.ndarray, num_slices: float
+) -> tuple[tuple[int, ...], ...]:
+    """The sequences of a pipeline's packs in packs of so much work as ``num_slices`` of the longest sequence have.
+
+    Args:
+        candidate: as which the longest runs.
+        packs: positions of sequences in the batch.
+        times_s: seconds of each sequence of the batch on one stage.
+        num_slices: of a pack of short sequences. Each of longer ones has a pack of its own.
+    """
+    smaller: list[tuple[int, ...]] = []
+    largest_s = max(times_s[position] for pack in packs for position in pack) / candidate.scheme.slices * num_slices
+    for pack in packs:
+        ordered = sorted(pack, key=lambda position: -times_s[position])
+        num_long = sum(times_s[position] > largest_s for position in ordered)
+        smaller += [(position,) for position in ordered[:num_long]]
+        short = ordered[num_long:]
+        parts: list[list[int]] = [[] for _ in range(ceil(sum(times_s[position] for position in short) / largest_s))]
+        ends_s = [(0.0, number) for number in range(len(parts))]
+        for position in short:
+            end_s, number = heappop(ends_s)
+            parts[number].append(position)
+            heappush(ends_s, (end_s + times_s[position], number))
+        smaller += [tuple(part) for part in parts if part]
+    return tuple(smaller)
+
+
+def sliced_pipeline_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]], times_s: Sequence[float]) -> float:
     """Seconds from the first forward to the last backward of packs in slices, in issue order.
 
     Args:
-        candidate: all packs run as it.
+        runs: the candidate that each pack runs as, alike but for slices.
         lengths: of the sequences of each pack, padding included.
         times_s: seconds of each pack on one stage.
     """
-    num_stages, state = candidate.num_stages, candidate.state_bytes
-    tokens = np.array([sum(of_pack) for of_pack in lengths], dtype=np.int64)
-    above_state = np.maximum(0, candidate.peak_bytes(tokens) - state).tolist()
-    counts, kept_bytes, slices_s = [], list[int](), list[float]()
-    for of_pack, time_s, num_bytes in zip(lengths, times_s, above_state):
-        slices = cut_pack(candidate, of_pack, time_s) or (PlannedSlice(sum(of_pack), time_s),)
+    num_stages, state = runs[0].num_stages, runs[0].state_bytes
+    counts, kept_bytes, slices_s, forwards_s, most_bytes = [], list[int](), list[float](), list[float](), 0
+    for run, of_pack, time_s in zip(runs, lengths, times_s):
+        above_state = max(0, int(run.peak_bytes(np.array([sum(of_pack)]))[0]) - state)
+        slices = cut_pack(run, of_pack, time_s) or (PlannedSlice(sum(of_pack), time_s),)
         sizes = [part.num_tokens for part in slices]
         in_flight = sum(sizes) + (num_stages - 1) * max(sizes)
         counts.append(len(slices))
-        kept_bytes += [num_bytes * size // in_flight for size in sizes]
+        most_bytes = max(most_bytes, above_state)
+        kept_bytes += [above_state * size // in_flight for size in sizes]
         slices_s += [part.time_s for part in slices]
-    orders = sliced_orders(counts, kept_bytes, limit_bytes=max(above_state), num_stages=num_stages)
-    forwards_s = [time_s / candidate.forwards for time_s in slices_s]
+        forwards_s += [part.time_s / run.forwards for part in slices]
     times = PassTimes(forwards_s, [time_s - forward_s for time_s, forward_s in zip(slices_s, forwards_s)])
-    return max(passes[-1].end_s for passes in run_stages([times] * num_stages, orders=orders))
+    return sliced_orders(counts, times, kept_bytes, limit_bytes=most_bytes, num_stages=num_stages).end_s

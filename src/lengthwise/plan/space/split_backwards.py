@@ -10,7 +10,8 @@ from enum import StrEnum
 
 from lengthwise.core.pipeline_config import SPLIT_BACKWARD_METHODS, PipelineConfig
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
+from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 
 

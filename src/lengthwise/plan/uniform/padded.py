@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import pipeline_time_s
+from lengthwise.plan.space.draft_times import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, in_turn
 from lengthwise.plan.uniform.tune import tiling_candidates, tuning_batches

@@ -12,7 +12,8 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
+from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 MAX_BATCHES = 8
@@ -91,12 +92,15 @@ def _octaves(problem: PlanningProblem) -> np.ndarray:
 def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
     """Candidates that hold the longest sequence of the run; equal pipelines of some may leave devices idle.
 
+    Of these policies' systems none cuts micro-batches into slices: such schemes are for what fits under no other.
+
     Raises:
         InfeasibleError: there is none.
     """
     fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
-        return few_recomputes(fitting)
+        whole = [candidate for candidate in fitting if candidate.scheme.slices == 1]
+        return few_recomputes(whole or fitting)
     leanest = problem.leanest
     raise InfeasibleError(
         f"policy {policy} runs equal pipelines of one scheme: a sequence of {problem.max_length:,} tokens "
