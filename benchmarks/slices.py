@@ -78,6 +78,7 @@ def print_measured(stages: int, rounds: int) -> None:
     from lengthwise.core.pass_order import PipelineSchedule
     from lengthwise.core.pipeline_config import uniform_scheme
     from lengthwise.core.timeline import merge
+    from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
     from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
     from lengthwise.plan.space.finished_plan import to_plan
     from lengthwise.plan.space.problem import PricedBatch
@@ -88,7 +89,7 @@ def print_measured(stages: int, rounds: int) -> None:
     try:
         scheme = uniform_scheme(SPEC.num_layers, stages=stages)
         cost = stage_cost(ranks.run(measured_profile, repeats=1)[0], scheme)
-        counts, lengths = (1, 2, 4, 8), (LONG, *(LONG // 8,) * 8)
+        counts, lengths = (1, 2, 4, 8, 16), (LONG, *(LONG // 8,) * 8)
         drawn = Lengths("", LONG, fixed=lengths)
         packs = tuple((position,) for position in range(len(lengths)))
         idle, predicted, spans_s = ({count: [] for count in counts} for _ in range(3))
@@ -97,7 +98,8 @@ def print_measured(stages: int, rounds: int) -> None:
                 problem = problem_of(cost, replace(scheme, slices=count), capacity=LONG)
                 priced, (candidate,) = PricedBatch(problem, batch_of(drawn, step)), problem.candidates
                 line = PipelineDraft(candidate=candidate, ranks=tuple(range(stages)), packs=packs)
-                plan = to_plan(priced, DraftPlan(phases=((line,),)), policy="by hand")
+                draft = FastestRuns(problem.candidates).of(priced, DraftPlan(phases=((line,),)))
+                plan = to_plan(priced, draft, policy="by hand")
                 timeline = merge(ranks.run(one_step, plan, drawn, PipelineSchedule.ONE_F_ONE_B))
                 if step:  # the first one makes groups and buffers
                     idle[count].append(1 - sum(busy_s(timeline)) / (stages * span_s(timeline)))

@@ -13,7 +13,7 @@ from lengthwise.core.one_f_one_b import PassTimes, run_stages
 from lengthwise.core.pass_order import PassKind, PipelineSchedule, issue_order
 from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
-from lengthwise.core.sliced_passes import sliced_orders, slices_of
+from lengthwise.core.sliced_passes import forwards_first, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.core.zero_bubble import pass_orders, pass_times
 
@@ -70,7 +70,12 @@ def test_no_stage_keeps_more_than_the_largest_peak_above_the_model_state(line):
 
 @given(st.integers(1, 8), st.integers(1, 6), st.sampled_from(PipelineSchedule))
 def test_where_nothing_is_cut_the_order_is_that_of_the_schedule(count, stages, schedule):
-    found = sliced_orders([1] * count, [7] * count, limit_bytes=7 * stages, num_stages=stages, schedule=schedule)
+    times = PassTimes([1.0] * count, [2.0] * count)
+    found = (
+        forwards_first([1] * count, stages)
+        if schedule is PipelineSchedule.GPIPE
+        else sliced_orders([1] * count, times, [7] * count, limit_bytes=7 * stages, num_stages=stages).orders
+    )
     for stage, order in enumerate(found):
         assert list(order) == issue_order(stage, num_stages=stages, num_micro_batches=count, schedule=schedule)
 
@@ -97,6 +102,16 @@ def test_short_micro_batches_follow_a_long_one_without_a_bubble_between_them():
     line = pipeline(micro_batch(0, [1] * 8, peak_bytes=110), *(micro_batch(k, [1], peak_bytes=40) for k in range(1, 9)))
     runs = run_stages([pass_times(line)] * 4, orders=pass_orders(line))
     assert max(passes[-1].end_s for passes in runs) == pytest.approx(8 + 8 + 3)
+
+
+def test_stages_compute_short_micro_batches_while_they_wait_for_the_gradient_of_a_slice():
+    """Four stages, eight slices of 0.25 s and twenty micro-batches of 0.05 s: with one forward at a time, 3.75 s."""
+    times = PassTimes([0.25 / 3] * 8 + [0.05 / 3] * 20, [0.5 / 3] * 8 + [0.1 / 3] * 20)
+    found = sliced_orders(
+        [8] + [1] * 20, times, [30_000, *[10_000] * 7, *[5000] * 20], limit_bytes=190_000, num_stages=4
+    )
+    assert 3.0 + 3 * 0.25 / 3 < found.end_s < 3.6
+    assert found.end_s == max(passes[-1].end_s for passes in run_stages([times] * 4, orders=found.orders))
 
 
 def test_stages_that_come_later_keep_less():

@@ -13,7 +13,15 @@ from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, make_candidates
-from lengthwise.plan.space.sliced_packs import FEWEST_TOKENS, Slices, cut_pack, sliced_pipeline_s, with_slices
+from lengthwise.plan.space.sliced_packs import (
+    FEWEST_TOKENS,
+    Slices,
+    cut_pack,
+    sliced_pipeline_s,
+    smaller_packs,
+    with_fewer_slices,
+    with_slices,
+)
 from lengthwise.sim.engine import simulate
 
 SPEC, CLUSTER = model_preset("llama-7b"), cluster_preset("2x8xH100-80GB")
@@ -59,9 +67,37 @@ def test_a_pipeline_of_slices_takes_no_less_than_its_bound_and_no_longer_than_pa
     option = SLICED[count]
     lengths = sorted(packs, key=lambda pack: -float(option.times_s(np.array(pack)).sum()))
     times_s = [float(option.times_s(np.array(pack)).sum()) + option.overhead_s for pack in lengths]
-    end_s = sliced_pipeline_s(option, lengths, times_s)
-    bound_s = sum(times_s) + (option.least_stages - 1) * times_s[0]
-    assert bound_s * (1 - 1e-9) <= end_s <= sum(times_s) + 3 * sum(times_s)
+    end_s = sliced_pipeline_s([option] * len(lengths), lengths, times_s)
+    certain_s = sum(times_s) + (option.least_stages - 1) * times_s[0]
+    alone_s = option.alone_stages * times_s[0] + 2 / 3 * sum(times_s[1:])
+    assert max(certain_s, alone_s) * (1 - 1e-9) <= end_s <= sum(times_s) + 3 * sum(times_s)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=6))
+def test_short_packs_have_slices_as_large_as_those_of_the_longest_and_all_fit(packs):
+    option = SLICED[16]
+    works_s = np.array([option.times_s(np.array(pack)).sum() for pack in packs])
+    tokens = np.minimum([sum(pack) for pack in packs], option.max_tokens)
+    runs = with_fewer_slices(option, works_s, tokens)
+    assert runs[int(works_s.argmax())] is option
+    for run, work_s, num_tokens in zip(runs, works_s, tokens.tolist()):
+        count = run.scheme.slices
+        assert count in {1, 2, 4, 8, 16} and run.max_tokens >= num_tokens and run.num_stages == option.num_stages
+        assert work_s / count <= works_s.max() / 16 * (1 + 1e-9)
+        is_needed = count == 1 or work_s / (count // 2) > works_s.max() / 16 * (1 - 1e-9)
+        assert is_needed or option.in_slices(count // 2).max_tokens < num_tokens, "no finer than that"
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4), st.sampled_from([0.25, 1.0, 2.0]))
+def test_smaller_packs_hold_all_sequences_once_and_no_more_than_they_should(packs, num_slices):
+    option, lengths = SLICED[16], np.array([length for pack in packs for length in pack])
+    times_s, ends = option.times_s(lengths), np.cumsum([len(pack) for pack in packs])
+    positions = [tuple(range(end - len(pack), end)) for pack, end in zip(packs, ends.tolist())]
+    smaller = smaller_packs(option, positions, times_s, num_slices)
+    assert sorted(position for pack in smaller for position in pack) == list(range(len(lengths)))
+    largest_s = times_s.max() / 16 * num_slices
+    assert all(len(pack) == 1 or times_s[list(pack)].sum() <= 2 * largest_s * (1 + 1e-9) for pack in smaller)
+    assert (int(times_s.argmax()),) in smaller, "the longest sequence shares its pack with none"
 
 
 def test_memory_of_a_sequence_in_slices_is_that_of_all_its_tokens_once_and_not_once_for_each_stage():
@@ -107,7 +143,7 @@ def test_a_plan_with_slices_is_faster_for_one_giant_and_takes_what_simulation_sa
     lengths = [524_288, *rng.integers(200, 8000, 60).tolist()]
     plans = {
         mode: lengthwise.plan(
-            lengths, model="llama-7b", cluster="8x8xA800-80GB", steps=1, policy="static", methods=["ulysses"],
+            lengths, model="llama-7b", cluster="8x8xA800-80GB", steps=1, methods=["ulysses"],
             tokens_per_step=sum(lengths), max_stages=2, recompute="all", offload="none", slices=mode,
         )[0]
         for mode in ("none", "auto")

@@ -11,9 +11,11 @@ under the scheme where that is least, must not take more than N. Phases of a ste
 T - U does not suffice for a sequence alone, the scheme is out. This is the certificate of ``plan.solve.shop`` with one
 price per device, whatever tiles them, and Hydraulis' Eq. (4) with fractional counts where no scheme has several stages.
 
-That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h,
-whose bubble nobody can use: it takes N_h (1 + B_h) m device-seconds. Others may take the room that its pipeline has
-until T, at N_h w each. So T is refuted if it is for every h.
+That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h
+whose micro-batches come after it. With work W in these the pipeline ends no earlier than at (1 + B_h) m + W, nor than
+at a_h + 2/3 W, where a_h is what the longest takes alone: only their forwards, a third at most, can run while stages
+wait for its gradients, as backwards follow those of the longest on the first stage. Others take the room that its
+pipeline has until T at N_h of the seconds by which it then ends later. So T is refuted if it is for every h.
 
 Where passes hide a part of the update, u_k is what no pass can hide. What a pass hides is no longer than itself, so no
 step takes less than an update that nothing hides, either: that of the scheme where it is least.
@@ -21,7 +23,8 @@ step takes less than an update that nothing hides, either: that of the scheme wh
 Pipelines of several stages are taken to issue their longest micro-batch first, and to recompute as many layers in all
 of their micro-batches, as those of every policy here do. In another order one can end sooner than this bound says.
 
-Work includes a sequence's share of the overhead of the fullest pack its scheme allows.
+Work includes a sequence's share of the overhead of the fullest pack its scheme allows. Where micro-batches are cut into
+slices, that of the longest has all that the scheme has, and their overhead; others may be whole.
 
 Where plans may recompute any number of layers between those of two candidates, these are in the bound, too: they are
 taken to be no faster than both candidates, and cost what they cost at the lengths that only they hold.
@@ -45,6 +48,10 @@ UPDATE_DIGITS = 3
 """Leading digits by which update times are told apart."""
 TOLERANCE = 1e-4
 """Relative width at which the search for the largest refuted time ends."""
+TABLES = ("device_s", "alone_s", "bubble_s", "least_s")
+"""Of ``_Sequences``, over groups of schemes and lengths."""
+BACKWARD_SHARE = 2 / 3
+"""Of the work of any micro-batch, what its backward takes at least."""
 MARGIN = 1e-9
 """Relative margin of sums of floats, on the side that keeps the bound valid."""
 
@@ -58,16 +65,15 @@ class SearchSpaceBound:
         """``any_recompute``: plans also use candidates that recompute any number of layers between those of two."""
         self._problem = problem
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
-        groups: dict[tuple[int, int, float], list[Candidate]] = {}
+        groups: dict[tuple[int, int, int, float], list[Candidate]] = {}
         for candidate in candidates:
-            groups.setdefault((candidate.num_devices, candidate.num_stages, _update_s(problem, candidate)), []).append(
-                candidate
-            )
-        self._updates_s = np.array([update_s for _, _, update_s in groups])
+            alike = candidate.num_devices, candidate.num_stages, candidate.scheme.slices, _update_s(problem, candidate)
+            groups.setdefault(alike, []).append(candidate)
+        self._updates_s = np.array([update_s for *_, update_s in groups])
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
-        self._devices = np.array([devices for devices, _, _ in groups])
+        self._devices = np.array([devices for devices, *_ in groups])
         shape = len(groups), len(self._grid)
-        self._tables = self._device_s, self._alone_s, self._bubble_s = tuple(np.full(shape, np.inf) for _ in range(3))
+        self._tables = tuple(np.full(shape, np.inf) for _ in TABLES)
         for row, members in enumerate(groups.values()):
             for candidate in members:
                 self._add(candidate, row, self._columns(0, candidate.max_tokens), pack_tokens=candidate.max_tokens)
@@ -87,13 +93,15 @@ class SearchSpaceBound:
             np.minimum(table[row, columns], values, out=table[row, columns])
 
     def _costs(self, candidate: Candidate, columns: slice, pack_tokens: int) -> tuple[np.ndarray, ...]:
-        """What ``_Sequences`` calls ``device_s``, ``alone_s`` and ``bubble_s``."""
-        grid = self._grid[columns]
-        times_s, overhead_s = candidate.times_s(grid), candidate.overhead_s
+        """What ``_Sequences`` calls by the names of ``TABLES``, in their order."""
+        grid, num_slices = self._grid[columns], candidate.scheme.slices
+        times_s = (candidate.in_slices(1) if num_slices > 1 else candidate).times_s(grid)
         per_sequence, stages = self._problem.overhead_per_sequence, self._problem.bounding_stages(candidate)
-        share_s = overhead_s if per_sequence else overhead_s * grid / pack_tokens
-        alone_s = times_s + overhead_s
-        return candidate.num_devices * (times_s + share_s), candidate.alone_stages * alone_s, (stages - 1.0) * alone_s
+        slice_s = candidate.overhead_s / num_slices
+        work_s = times_s + (slice_s if per_sequence else slice_s * grid / pack_tokens)
+        alone_s, bubble_s = times_s + candidate.overhead_s, (stages - 1.0) * (times_s + slice_s)
+        least_s = work_s + (num_slices - 1) * slice_s + (stages - 1.0) * alone_s
+        return candidate.num_devices * work_s, candidate.alone_stages * alone_s, bubble_s, least_s
 
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.
@@ -148,9 +156,7 @@ class SearchSpaceBound:
             num_devices=self._problem.num_devices,
             counts=counts.astype(np.float64),
             devices=self._devices,
-            device_s=self._device_s[:, columns],
-            alone_s=self._alone_s[:, columns],
-            bubble_s=self._bubble_s[:, columns],
+            **{name: table[:, columns] for name, table in zip(TABLES, self._tables)},
         )
 
 
@@ -169,11 +175,13 @@ class _Sequences:
     """[G, C] seconds of a pipeline with one micro-batch, of this sequence."""
     bubble_s: np.ndarray
     """[G, C] seconds that a pipeline whose longest it is idles at least."""
+    least_s: np.ndarray
+    """[G, C] seconds of a pipeline whose longest it is, what others add to them left out."""
     _least_by_time: dict[float, np.ndarray] = field(init=False, default_factory=dict, repr=False)
 
     def under(self, groups: np.ndarray) -> "_Sequences":
         """The sequences under some groups of schemes alone, given as a mask [G]."""
-        tables = {name: getattr(self, name)[groups] for name in ("devices", "device_s", "alone_s", "bubble_s")}
+        tables = {name: getattr(self, name)[groups] for name in ("devices", *TABLES)}
         return _Sequences(num_devices=self.num_devices, counts=self.counts, **tables)
 
     @cached_property
@@ -223,20 +231,27 @@ class _Sequences:
     def _hosted_devices(self, time_s: float, host: int) -> float:
         """Devices that all sequences take at least if the longest runs on a pipeline of group ``host``.
 
-        What shares its pipeline saves most per second of its room: a fractional knapsack.
+        What shares its pipeline saves most per second of its room: a fractional knapsack. Room is cheaper as long as
+        what the longest takes alone is more than what is certain.
         """
-        work_s = self.device_s[host] / self.devices[host]
-        host_s = work_s[-1] + self.bubble_s[host, -1]
+        alone_s, least_s = float(self.alone_s[host, -1]), float(self.least_s[host, -1])
+        num_devices = float(self.devices[host])
+        cheap_s = max(0.0, alone_s - least_s) / (1 - BACKWARD_SHARE)
+        room_s = np.array([min(cheap_s, (time_s - alone_s) / BACKWARD_SHARE), time_s - least_s])
+        room_s[1] = room_s[1] if room_s[1] > cheap_s else room_s[0]
         elsewhere = np.minimum(self._least_devices(time_s), 2.0 * self.num_devices)
         others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
         beside = self.device_s[host] / time_s
-        total = float(elsewhere @ others) + float(self.devices[host] * host_s / time_s)
-        fitting = np.isfinite(work_s) & (others > 0) & (elsewhere > beside)
-        saved, needed_s = ((elsewhere - beside) * others)[fitting], (work_s * others)[fitting]
-        order = np.argsort(-saved / needed_s, kind="stable")
+        total = float(elsewhere @ others) + num_devices * max(alone_s, least_s) / time_s
+        fitting = np.isfinite(beside) & (others > 0) & (elsewhere > BACKWARD_SHARE * beside)
+        elsewhere, beside, others = elsewhere[fitting], beside[fitting], others[fitting]
+        needed_s = beside * others * time_s / num_devices
+        order = np.argsort(-elsewhere / beside, kind="stable")
         ends_s = np.cumsum(needed_s[order])
-        parts = np.clip((time_s - host_s - ends_s) / needed_s[order] + 1, 0.0, 1.0)
-        return total - float(saved[order] @ parts)
+        parts = np.clip((room_s[:, None] - ends_s) / needed_s[order] + 1, 0.0, 1.0)
+        prices = np.array([[BACKWARD_SHARE], [1.0]]) * beside[order]
+        saved = np.maximum(0.0, elsewhere[order] - prices) * others[order]
+        return total - float((saved * np.diff(parts, axis=0, prepend=0.0)).sum())
 
 
 def _largest_refuted_s(is_refuted: Callable[[float], bool], low_s: float, limit_s: float) -> float:

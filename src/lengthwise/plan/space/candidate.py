@@ -74,11 +74,13 @@ class Candidate:
 
     @cached_property
     def alone_stages(self) -> float:
-        """Stages with which S' x bounds what a micro-batch takes alone whose stages take x: weight passes overlap, and
-        so do slices.
+        """Stages with which S' x bounds what a micro-batch takes alone whose stages take x: weight passes overlap.
+
+        So do slices: each goes down all stages and back between passes of the others, the largest of n with at least an
+        n-th of x.
         """
         if self.scheme.slices > 1:
-            return self.least_stages
+            return self.flow_stages
         return 1 + (self.num_stages - 1) * (1 - self.most_weights) if self.scheme.zero_bubble else self.num_stages
 
     @cached_property
