@@ -69,8 +69,9 @@ FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
-NEARLY = 1.03
-"""Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare."""
+NEARLY, NEARLY_SLICED = 1.03, 1.15
+"""Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare; up
+to the second where they have slices, and packs may become smaller."""
 MOST_GAIN_S = 60.0
 """Most seconds to gain that count, as where there is no plan so far."""
 
@@ -153,8 +154,10 @@ class AutoPolicy:
         self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]
     ) -> list[tuple[DraftPlan, float]]:
         """The draft plans, those that are nearly the fastest with each pack as the candidate that is fastest for it."""
-        near_s = _least_s(drafts) * NEARLY
-        return [self.runs.improve(priced, *draft) if draft[1] <= near_s else draft for draft in drafts]
+        least_s = _least_s(drafts)
+        return [
+            self.runs.improve(priced, *draft) if draft[1] <= least_s * _nearly(draft[0]) else draft for draft in drafts
+        ]
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: StrategyPlan | None) -> StrategyPlan | None:
         """The fastest of strategies that are proposed for this step alone, and of those that moves from them lead to.
@@ -178,6 +181,12 @@ class AutoPolicy:
             return None
         every = (*self.strategy_candidates.strategies, *of_step.strategies)
         return improved(priced, fastest, every, most_plans=PLANS_A_PART * num_parts)
+
+
+def _nearly(draft: DraftPlan) -> float:
+    """How many times the fastest plan's seconds one may take that may still become the fastest."""
+    is_sliced = any(pipeline.candidate.scheme.slices > 1 for phase in draft.phases for pipeline in phase)
+    return NEARLY_SLICED if is_sliced else NEARLY
 
 
 def proposals_of_parts(
