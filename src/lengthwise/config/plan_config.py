@@ -71,10 +71,10 @@ class PlanConfig(PolicySettings):
     compute gradients of weights where they would wait, in the memory of 1F1B; none: all pipelines run 1F1B; auto:
     whichever is faster; all: wherever stages have whole weights and some layers are not recomputed. (prepare runs
     1F1B.)"""
-    slices: SlicesName = "none"
+    slices: SlicesName = "auto"
     """Whether stages may compute micro-batches in slices of tokens, one after another, so that a long sequence leaves
-    the bubble of a slice, in less memory than 1F1B; none: whole micro-batches; auto: whichever is faster. (prepare
-    computes whole ones.)"""
+    the bubble of a slice, in less memory than 1F1B; auto: whichever is faster; none: whole micro-batches. (Models that
+    transformers computes, prepare and compiled layers have whole ones.)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

@@ -79,7 +79,7 @@ def plan(
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
         zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
-        slices: stages compute micro-batches in slices: "none" (the default), or "auto", where faster.
+        slices: stages compute micro-batches in slices: "auto" (the default), where faster, or "none".
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
@@ -147,7 +147,7 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
-        slices=Slices(options.get("slices", "none")) if spec.causal else Slices.NONE,
+        slices=Slices(options.get("slices", "auto")) if spec.causal else Slices.NONE,
     )
     with errors_spelt(spelling):
         view = apply_max_length(

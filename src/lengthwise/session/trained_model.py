@@ -175,7 +175,6 @@ def _check_settings(config: Config, model: StockModel) -> None:
     refused = {
         f"train.schedule={train.schedule}": (train.schedule != "1f1b", "their pipeline stages run under 1F1B"),
         f"plan.zero_bubble={plan.zero_bubble}": (plan.zero_bubble != "none", "their backwards are not split"),
-        f"plan.slices={plan.slices}": (plan.slices != "none", "their micro-batches are computed whole"),
         asked_methods(plan): (
             {*(plan.methods or ()), plan.method} - {"", "dense", *shared_by},
             f"ranks share them by methods on whole weights ({', '.join(shared_by)})",

@@ -40,7 +40,7 @@ def run(
     offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
     shard_gradients: its.ShardGradients = its.GradientSharding.AUTO,
     zero_bubble: its.ZeroBubbleOption = its.ZeroBubble.NONE,
-    slices: its.SlicesOption = its.Slices.NONE,
+    slices: its.SlicesOption = its.Slices.AUTO,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     seed: its.Seed = 0,
