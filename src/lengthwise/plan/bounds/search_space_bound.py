@@ -13,9 +13,9 @@ price per device, whatever tiles them, and Hydraulis' Eq. (4) with fractional co
 
 That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h
 whose micro-batches come after it. With work W in these the pipeline ends no earlier than at (1 + B_h) m + W, nor than
-at a_h + 2/3 W, where a_h is what the longest takes alone: only their forwards, a third at most, can run while stages
-wait for its gradients, as backwards follow those of the longest on the first stage. Others take the room that its
-pipeline has until T at N_h of the seconds by which it then ends later. So T is refuted if it is for every h.
+at S'_h m + 2/3 W, where S'_h m is what the longest takes alone: only their forwards, a third at most, can run while
+stages wait for its gradients, as backwards follow those of the longest on the first stage. Others take the room that
+its pipeline has until T at N_h of the seconds by which it then ends later. So T is refuted if it is for every h.
 
 Where passes hide a part of the update, u_k is what no pass can hide. What a pass hides is no longer than itself, so no
 step takes less than an update that nothing hides, either: that of the scheme where it is least.
@@ -48,7 +48,7 @@ UPDATE_DIGITS = 3
 """Leading digits by which update times are told apart."""
 TOLERANCE = 1e-4
 """Relative width at which the search for the largest refuted time ends."""
-TABLES = ("device_s", "alone_s", "bubble_s", "least_s")
+TABLES = ("device_s", "alone_s", "bubble_s", "least_s", "drained_s")
 """Of ``_Sequences``, over groups of schemes and lengths."""
 BACKWARD_SHARE = 2 / 3
 """Of the work of any micro-batch, what its backward takes at least."""
@@ -99,9 +99,10 @@ class SearchSpaceBound:
         per_sequence, stages = self._problem.overhead_per_sequence, self._problem.bounding_stages(candidate)
         slice_s = candidate.overhead_s / num_slices
         work_s = times_s + (slice_s if per_sequence else slice_s * grid / pack_tokens)
+        longest_s = work_s + (num_slices - 1) * slice_s
         alone_s, bubble_s = times_s + candidate.overhead_s, (stages - 1.0) * (times_s + slice_s)
-        least_s = work_s + (num_slices - 1) * slice_s + (stages - 1.0) * alone_s
-        return candidate.num_devices * work_s, candidate.alone_stages * alone_s, bubble_s, least_s
+        least_s, drained_s = longest_s + (stages - 1.0) * alone_s, candidate.alone_stages * longest_s
+        return candidate.num_devices * work_s, candidate.alone_stages * alone_s, bubble_s, least_s, drained_s
 
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.
@@ -176,7 +177,9 @@ class _Sequences:
     bubble_s: np.ndarray
     """[G, C] seconds that a pipeline whose longest it is idles at least."""
     least_s: np.ndarray
-    """[G, C] seconds of a pipeline whose longest it is, what others add to them left out."""
+    """[G, C] seconds of a pipeline whose longest it is, to which the work of others comes."""
+    drained_s: np.ndarray
+    """[G, C] seconds of such a pipeline to which the backwards of others come, their forwards in its waits."""
     _least_by_time: dict[float, np.ndarray] = field(init=False, default_factory=dict, repr=False)
 
     def under(self, groups: np.ndarray) -> "_Sequences":
@@ -232,17 +235,16 @@ class _Sequences:
         """Devices that all sequences take at least if the longest runs on a pipeline of group ``host``.
 
         What shares its pipeline saves most per second of its room: a fractional knapsack. Room is cheaper as long as
-        what the longest takes alone is more than what is certain.
+        others have forwards for what the longest waits for.
         """
-        alone_s, least_s = float(self.alone_s[host, -1]), float(self.least_s[host, -1])
-        num_devices = float(self.devices[host])
-        cheap_s = max(0.0, alone_s - least_s) / (1 - BACKWARD_SHARE)
-        room_s = np.array([min(cheap_s, (time_s - alone_s) / BACKWARD_SHARE), time_s - least_s])
+        drained_s, least_s = float(self.drained_s[host, -1]), float(self.least_s[host, -1])
+        num_devices, cheap_s = float(self.devices[host]), max(0.0, drained_s - least_s) / (1 - BACKWARD_SHARE)
+        room_s = np.array([min(cheap_s, max(0.0, time_s - drained_s) / BACKWARD_SHARE), max(0.0, time_s - least_s)])
         room_s[1] = room_s[1] if room_s[1] > cheap_s else room_s[0]
         elsewhere = np.minimum(self._least_devices(time_s), 2.0 * self.num_devices)
         others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
         beside = self.device_s[host] / time_s
-        total = float(elsewhere @ others) + num_devices * max(alone_s, least_s) / time_s
+        total = float(elsewhere @ others) + num_devices * max(drained_s, least_s) / time_s
         fitting = np.isfinite(beside) & (others > 0) & (elsewhere > BACKWARD_SHARE * beside)
         elsewhere, beside, others = elsewhere[fitting], beside[fitting], others[fitting]
         needed_s = beside * others * time_s / num_devices
