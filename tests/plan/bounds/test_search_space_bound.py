@@ -1,12 +1,15 @@
 """The pool's bound holds for every strategy, every packing and every switch within a step."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.one_f_one_b import pipeline_end_s
 from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
+from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
@@ -161,3 +164,44 @@ def test_the_bound_is_tight_where_the_longest_sequence_makes_every_update_slow()
     draft = DraftPlan(phases=((PipelineDraft(candidate=candidate, ranks=(0, 1), packs=packs),),))
     bound = SearchSpaceBound(problem, problem.candidates)
     np.testing.assert_allclose(bound.step_s(priced), sum(step_times_s(priced, draft)), rtol=TOLERANCE)
+
+
+@dataclass(frozen=True)
+class SlicedCost(SimpleCost):
+    """Each slice has the overhead of a micro-batch, and attends to earlier keys that it reads again."""
+
+    def sequence_times_s(self, lengths, scheme):
+        return super().sequence_times_s(lengths, scheme) * (1.1 - 0.1 / scheme.slices)
+
+    def overhead_s(self, scheme):
+        return super().overhead_s(scheme) * scheme.slices
+
+
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.sampled_from([2, 3, 4]), st.sampled_from([4, 16]),
+    st.sampled_from([0.0, 0.001, 0.05]), st.randoms(),
+)  # fmt: skip
+@settings(max_examples=examples(100))
+def test_no_plan_with_slices_is_faster_than_the_bound(lengths, stages, num_slices, overhead_s, rng):
+    """A pipeline whose longest sequence is in slices, short ones in packs of fewer, beside devices of their own."""
+    cost = SlicedCost(capacity=1200, c_s=overhead_s, b_s=1e-3)
+    problem = make_problem(cost, num_devices=2 * stages, degrees=[1], stages=[1, stages], max_length=1200)
+    alone, whole = sorted(problem.candidates, key=lambda candidate: candidate.num_stages)
+    cut = whole.in_slices(num_slices)
+    problem = replace(problem, candidates=(alone, whole, cut))
+    priced, bound = PricedBatch(problem, make_batch(lengths)), SearchSpaceBound(problem, problem.candidates)
+    packs = [[] for _ in range(stages + 1)]
+    for position in rng.sample(range(len(lengths)), len(lengths)):
+        fitting = [pack for pack in packs if sum(lengths[k] for k in pack) + lengths[position] <= 1200]
+        rng.choice(fitting or [packs[0]]).append(position)
+    assume(all(sum(lengths[k] for k in pack) <= 1200 for pack in packs))
+    phase = (
+        PipelineDraft(candidate=cut, ranks=tuple(range(stages)), packs=(tuple(packs[0]),) if packs[0] else ()),
+        *(
+            PipelineDraft(candidate=alone, ranks=(stages + number,), packs=(tuple(pack),) if pack else ())
+            for number, pack in enumerate(packs[1:])
+        ),
+    )
+    draft = DraftPlan(phases=(phase,))
+    for option in (draft, FastestRuns(problem.candidates).of(priced, draft)):
+        assert bound(priced) <= step_times_s(priced, option)[0] * (1 + TOLERANCE)
