@@ -1,15 +1,18 @@
-"""What `auto` gains where it may shard the gradients of every micro-batch, and the bytes that this saves on real ranks.
+"""What `auto` gains by each move, and the bytes that sharded gradients save on real ranks.
 
+    python benchmarks/moves.py --ablation  # simulated: no torch, half an hour of one core with --gpus 64
     python benchmarks/moves.py --plan      # simulated: no torch, ten minutes of one core with --gpus 64
     python benchmarks/moves.py --memory    # two and four ranks, processes of one thread joined by Gloo: a minute
 
-Planned: the same global batches with `shard_gradients` none and auto. Counted: what a rank of this library's own Llama
-keeps of gradients in float32 between micro-batches, and whole within a backward, beside what plans reckon with.
+Ablation: the same global batches by all moves, without each and without all, and by tuned `static`. Planned: with
+`shard_gradients` none and auto. Counted: what a rank of this library's own Llama keeps of gradients in float32 between
+micro-batches, and whole within a backward, beside what plans reckon with.
 """
 
 import argparse
 import time
 from dataclasses import replace
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,14 @@ from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 MODELS = ("llama-7b", "llama-13b", "llama-32b", "llama-66b")
 GIANT = 131_072
 CORPORA = ("commoncrawl", "githubcode", "one giant")
+MOVES = {
+    "hidden updates": {"overlap": 0.0},
+    "sharded gradients": {"shard_gradients": "none"},
+    "slices": {"slices": "none"},
+    "split backwards": {"zero_bubble": "none"},
+}
+"""Each move and the options without it; with all, split backwards too, which are not by default."""
+ABLATED = ("llama-7b", "llama-13b", "llama-32b")
 SPEC = replace(model_preset("llama-mini"), tied_embeddings=False)
 
 
@@ -65,6 +76,32 @@ def print_plans(models: list[str], gpus: list[int], corpora: list[str], steps: i
                     f"**{whole_s / sharded_s:.3f}x** | {num_sharded} of {steps} | {after_s / before_s:.2f}x |",
                     flush=True,
                 )
+
+
+def print_ablation(models: list[str], gpus: list[int], corpora: list[str], steps: int) -> None:
+    """How many times as long steps take without each move, without all, and under tuned `static` without all."""
+    names = [*(f"without {name}" for name in MOVES), "without all", "static without all"]
+    print(f"| model | H100s | lengths | all moves | {' | '.join(names)} |\n" + "| --- " * (4 + len(names)) + "|")
+    every = {name: value for options in MOVES.values() for name, value in options.items()}
+    ways = [*MOVES.values(), every, every | {"policy": "static"}]
+    ratios: list[list[float]] = []
+    for count in gpus:
+        tokens = max(int(count * TOKENS_PER_DEVICE), 2 * GIANT)
+        for model in models:
+            for corpus in corpora:
+                seconds = []
+                for options in ({}, *ways):
+                    plans = lengthwise.plan(
+                        lengths_of(corpus, tokens), model=model, cluster=f"{count // 8}x8xH100-80GB", steps=steps,
+                        tokens_per_step=None if corpus == "githubcode" else tokens,
+                        **{"zero_bubble": "auto", **options},
+                    )  # fmt: skip
+                    seconds.append(sum(plan.time_s for plan in plans) / steps)
+                ratios.append([other_s / seconds[0] for other_s in seconds[1:]])
+                cells = " | ".join(f"{ratio:.3f}x" for ratio in ratios[-1])
+                print(f"| {model} | {count} | {corpus} | {seconds[0]:.3f} s | {cells} |", flush=True)
+    means = [geometric_mean(of_way) for of_way in zip(*ratios)]
+    print("| geometric mean | | | | " + " | ".join(f"**{mean:.3f}x**" for mean in means) + " |")
 
 
 def plan_of(num_ranks: int, *, shards: bool) -> tuple[StepPlan, GlobalBatch]:
@@ -157,16 +194,19 @@ def print_memory() -> None:
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ablation", action="store_true")
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default=None)
     parser.add_argument("--gpus", default="64,256")
     parser.add_argument("--corpora", default=",".join(CORPORA))
     parser.add_argument("--steps", type=int, default=4)
     asked = parser.parse_args()
+    gpus, corpora = list(map(int, asked.gpus.split(","))), asked.corpora.split(",")
+    if asked.ablation:
+        print_ablation(asked.models.split(",") if asked.models else list(ABLATED), gpus, corpora, asked.steps)
     if asked.plan:
-        gpus = list(map(int, asked.gpus.split(",")))
-        print_plans(asked.models.split(","), gpus, asked.corpora.split(","), asked.steps)
+        print_plans(asked.models.split(",") if asked.models else list(MODELS), gpus, corpora, asked.steps)
     if asked.memory:
         print_memory()
 
