@@ -100,7 +100,8 @@ class AutoPolicy:
         proposed = proposals(problem, candidate_families)
         if problem.num_devices <= FEW_DEVICES:
             parts = self.parts if problem.num_devices <= VERY_FEW_DEVICES else main_parts(problem.candidates)
-            of_parts = proposals_of_parts(Proposer(problem), problem, holding(parts, problem.max_length))
+            holding_parts = holding(parts, problem.max_length)
+            of_parts = proposals_of_parts(Proposer(problem), problem, holding_parts, of_everything=proposed)
             proposed += [proposal for of_part in of_parts for proposal in of_part]
         strategy_counts = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
         strategies = [placed_strategy(problem, counts) for counts in strategy_counts]
@@ -190,16 +191,23 @@ def _nearly(draft: DraftPlan) -> float:
 
 
 def proposals_of_parts(
-    proposer: Proposer, problem: PlanningProblem, parts: Sequence[tuple[Candidate, ...]]
+    proposer: Proposer,
+    problem: PlanningProblem,
+    parts: Sequence[tuple[Candidate, ...]],
+    *,
+    of_everything: Sequence[Proposal] = (),
 ) -> Iterator[list[Proposal]]:
-    """Strategies of the search space, ``parts[0]``, and of those of its parts that do not have all of these."""
-    of_everything: list[Proposal] = []
-    for part in parts:
+    """Strategies of the search space, ``parts[0]``, unless given, and of those of its parts that do not have all of
+    these; of that without slices in any case, as few of others are looked at beside many with slices.
+    """
+    everything, *rest = parts
+    if not of_everything:
+        yield (of_everything := proposer.propose(families_of(problem, everything)))
+    for part in rest:
         members = set(part)
-        if not of_everything or not all(members.issuperset(_members(proposal)) for proposal in of_everything):
-            proposed = proposer.propose(families_of(problem, part))
-            of_everything = of_everything or proposed
-            yield proposed
+        is_whole = part == tuple([candidate for candidate in everything if candidate.scheme.slices == 1])
+        if is_whole or not all(members.issuperset(_members(proposal)) for proposal in of_everything):
+            yield proposer.propose(families_of(problem, part))
 
 
 def _members(proposal: Proposal) -> list[Candidate]:

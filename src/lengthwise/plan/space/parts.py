@@ -19,9 +19,9 @@ FEW_METHODS = 3
 def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     """The candidates, then the parts of them, each once.
 
-    Without offload and tiles; without sharded gradients; with whole backwards; without each of the methods; of each
-    lower degree and number of stages at most; without tiles or without offload; those that recompute no layer, or all,
-    and of these the ones without offload and tiles; then of fewer methods.
+    Without slices; without offload and tiles; without sharded gradients; with whole backwards; without each of the
+    methods; of each lower degree and number of stages at most; those that recompute no layer, or all; then of fewer
+    methods.
     """
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
@@ -29,23 +29,21 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     tests = [
         *(_of_degree(degree) for degree in degrees),
         *(_of_stages(count) for count in stages),
-        lambda scheme: not scheme.tile_tokens,
-        lambda scheme: not scheme.offload,
         lambda scheme: not any(scheme.recompute),
         lambda scheme: all(scheme.recompute),
-        lambda scheme: scheme.is_plain and not any(scheme.recompute),
-        lambda scheme: scheme.is_plain and all(scheme.recompute),
         *map(_without, _fewer(shared)),
     ]
     return list(dict.fromkeys([*main_parts(candidates), *_passing(candidates, tests)]))
 
 
 def main_parts(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
-    """The candidates, those without offload and tiles, those without sharded gradients, those with whole backwards, and
-    those without each of the methods, each once."""
+    """The candidates, those without slices, those without offload and tiles, those without sharded gradients, those
+    with whole backwards, and those without each of the methods, each once.
+    """
     without_one = (_without((method,)) for method in reversed(_shared_methods(candidates)))
     tests = [
         lambda scheme: True,
+        lambda scheme: scheme.slices == 1,
         lambda scheme: scheme.is_plain,
         lambda scheme: not scheme.shard_gradients,
         lambda scheme: not scheme.zero_bubble,
