@@ -5,6 +5,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.report.pages.compare_results import ClusterResult
 from lengthwise.session.compare_policies import ComparedCluster, PolicyComparison
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
@@ -57,12 +58,12 @@ def setting(
     search_space: SearchSpace | None = None,
 ) -> tuple[PolicyComparison, ComparedCluster]:
     """What :func:`play` runs, and on which cluster."""
-    cluster = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib)
-    index = open_source(lengths, seed=SEED)
+    cluster, spec = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib), model_preset(model)
+    index, slices = open_source(lengths, seed=SEED), Slices.AUTO if spec.causal else Slices.NONE
     comparison = PolicyComparison(
-        model=model_preset(model),
+        model=spec,
         dtype="bfloat16",
-        search_space=search_space or SearchSpace(methods=METHODS, shard_gradients=GradientSharding.AUTO),
+        search_space=search_space or SearchSpace(methods=METHODS, shard_gradients=GradientSharding.AUTO, slices=slices),
         policies=policies,
         lengths=index,
         num_steps=steps,

@@ -200,12 +200,11 @@ def proposals_of_parts(
     """Strategies of the search space, ``parts[0]``, unless given, and of those of its parts that do not have all of
     these; of that without slices in any case, as few of others are looked at beside many with slices.
     """
-    everything, *rest = parts
-    if not of_everything:
-        yield (of_everything := proposer.propose(families_of(problem, everything)))
-    for part in rest:
+    if parts and not of_everything:
+        yield (of_everything := proposer.propose(families_of(problem, parts[0])))
+    for part in parts[1:]:
         members = set(part)
-        is_whole = part == tuple([candidate for candidate in everything if candidate.scheme.slices == 1])
+        is_whole = part == tuple([candidate for candidate in parts[0] if candidate.scheme.slices == 1])
         if is_whole or not all(members.issuperset(_members(proposal)) for proposal in of_everything):
             yield proposer.propose(families_of(problem, part))
 
