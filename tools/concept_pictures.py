@@ -1,4 +1,4 @@
-"""Make the small pictures of docs/concepts/glossary.md.
+"""Make the small pictures of docs/concepts.
 
 python tools/concept_pictures.py
 """
@@ -7,6 +7,7 @@ from drawing import IMAGES, box, document, words
 
 from lengthwise.core.one_f_one_b import PassTimes, run_stages
 from lengthwise.core.pass_order import PassKind
+from lengthwise.core.sliced_passes import sliced_orders
 from lengthwise.core.zero_bubble import filled_orders, stage_times
 
 WIDTH = 640
@@ -109,6 +110,32 @@ def zero_bubble() -> str:
     return document(parts, width=WIDTH, height=128, label="Five micro-batches on three stages that split backwards")
 
 
+def slices() -> str:
+    """A long sequence and six short ones on three stages: whole, and with the long one in six slices."""
+    parts, unit, y = [], 8.5, 12
+    short, short_bytes = 6, 2
+    for title, counts, kept_bytes in (("whole", 1, [12]), ("in slices", 6, [4, 2, 2, 2, 1, 1])):
+        forwards_s = [6.0 / counts] * counts + [0.5] * short
+        times = PassTimes(forwards_s, [2 * forward_s for forward_s in forwards_s])
+        kept_bytes, most_bytes = [*kept_bytes, *[short_bytes] * short], 12 + 2 * max(kept_bytes)
+        found = sliced_orders([counts, *[1] * short], times, kept_bytes, limit_bytes=most_bytes, num_stages=3)
+        parts.append(words(title, 12, y + 15, class_="name"))
+        for stage, passes in enumerate(run_stages([times] * 3, orders=found.orders)):
+            parts += [row(f"stage {stage + 1}", y + 22), box(LEFT, y + 22, found.end_s * unit, 22, "wait")]
+            for start_s, end_s, number, kind in passes:
+                name = f"{'FB'[kind]}" if number < counts and (end_s - start_s) * unit > 14 else ""
+                look = ("compute", "update")[kind] if number < counts else "communicate"
+                parts.append(box(LEFT + start_s * unit, y + 22, (end_s - start_s) * unit - 0.7, 22, look, name))
+            y += 26
+        y += 34
+    parts.append(
+        words("blue, green: F and B of a long sequence; orange: six short ones; grey: waits", LEFT, y, class_="tick")
+    )
+    return document(
+        parts, width=WIDTH, height=int(y) + 14, label="A long sequence on three stages, whole and in slices"
+    )
+
+
 def checkpointing() -> str:
     """What two layers of four keep for the backward."""
     parts = []
@@ -160,7 +187,7 @@ def strategy() -> str:
     return document(parts, width=WIDTH, height=148, label="A group of four ranks beside two single ranks in one step")
 
 
-PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, zero_bubble, strategy, pull_and_push)
+PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, zero_bubble, slices, strategy, pull_and_push)
 DRAWN = (packing, accumulation, checkpointing, *PARALLEL)
 PICTURES = {draw.__name__.replace("_", "-"): draw for draw in DRAWN}
 
