@@ -132,7 +132,7 @@ def print_slices(tokens: list[int], counts: list[int]) -> None:
                 pack=Pack(ids=(number,), lengths=(num_tokens,)), time_s=1.0, peak_bytes=peak_bytes,
                 slices=cut_pack(candidate, (num_tokens,), 1.0),
             )
-            for number in range(2)
+            for number in range(4)
         )  # fmt: skip
         pipeline = Pipeline(ranks=tuple(range(8)), scheme=scheme, micro_batches=micro_batches, state_bytes=state)
         runs.append(PlanToRun(plan=plan_with((pipeline,)), model=spec, cluster=cluster, config=config, ranks=(0, 6)))

@@ -118,8 +118,8 @@ def test_stages_that_come_later_keep_less():
     """All slices of one micro-batch, and the largest once more for each stage behind."""
     line = pipeline(micro_batch(0, [2, 2], peak_bytes=60), micro_batch(1, [4], peak_bytes=60), stages=2)
     words = [" ".join("FB"[kind] + str(k) for kind, k in order) for order in pass_orders(line)]
-    assert words == ["F0 F1 B1 F2 B0 B2", "F0 F1 B1 B0 F2 B2"], "20 bytes of each slice, 30 of the other"
-    more = replace(line, micro_batches=(line.micro_batches[0], micro_batch(1, [4], peak_bytes=40)))
+    assert words == ["F0 F1 B1 F2 B0 B2", "F0 F1 B1 B0 F2 B2"], "17 bytes of each slice, 30 of the other"
+    more = replace(line, micro_batches=(line.micro_batches[0], micro_batch(1, [4], peak_bytes=30)))
     words = [" ".join("FB"[kind] + str(k) for kind, k in order) for order in pass_orders(more)]
     assert words == ["F0 F1 F2 B1 B0 B2", "F0 F1 B1 F2 B0 B2"]
 

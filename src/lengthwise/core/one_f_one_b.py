@@ -48,8 +48,8 @@ def least_stages(scheme: PipelineConfig) -> float:
     after S forwards and S - 1 backwards of the longest micro-batch, and what it has done by then are at most S
     forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches after long ones fill the rest. Of
     one number of recomputed layers in all micro-batches. Where backwards are split, only what cannot wait of these
-    (S - 1) is certain: all but ``most_weights_in``. Of n slices of each micro-batch the last stage waits for the first
-    one's forwards on the others: an n-th of x's forward (S - 1) times, as slices are equal.
+    (S - 1) is certain: all but ``most_weights_in``. Of n slices of x the last stage waits for the forwards of the
+    largest one on the others, an n-th of x's forward (S - 1) times at least, while it can do no more than those before.
     """
     if scheme.slices > 1:
         return 1 + (scheme.num_stages - 1) / scheme.slices / forwards_in(scheme.recompute)

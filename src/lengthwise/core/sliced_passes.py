@@ -10,6 +10,7 @@ S stages, N slices of all micro-batches in issue order; a micro-batch that is no
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import ceil
 from typing import NamedTuple
 
 from lengthwise.core.one_f_one_b import PassTimes, run_stages
@@ -26,9 +27,21 @@ def largest_share(num_slices: int) -> float:
     """The share of a micro-batch's tokens that its largest slice has at most.
 
     Of slices of equal work the first of a long sequence has the most tokens: a share of 1 / n of its attention is that
-    of the first 1 / sqrt(n) of its tokens.
+    of the first 1 / sqrt(n) of its tokens. Stages hold the largest slice several times, so of many slices none has more
+    than four times the mean's tokens, and the first one less work.
     """
-    return num_slices**-0.5
+    return min(num_slices**-0.5, 4 / num_slices)
+
+
+def kept_bytes_of(sizes: Sequence[int], above_state: int, num_stages: int) -> list[int]:
+    """What each stage keeps of each slice of a micro-batch, from its forward to its backward.
+
+    ``above_state``: bytes of the first stage, beside the model state, with all slices in flight and num_stages - 1 more
+    as large as :func:`largest_share` allows, or as the largest if it is larger.
+    """
+    num_tokens = sum(sizes)
+    in_flight = num_tokens + (num_stages - 1) * max(*sizes, ceil(largest_share(len(sizes)) * num_tokens))
+    return [above_state * size // in_flight for size in sizes]
 
 
 class Slice(NamedTuple):
@@ -59,20 +72,19 @@ def slices_of(pipeline: Pipeline) -> tuple[Slice, ...]:
     """The slices of all micro-batches in issue order.
 
     A micro-batch's peak is that of the first stage with S micro-batches as large in flight, or if it is cut with all
-    of its slices and S - 1 more as large as its largest; what each keeps follows from that.
+    of its slices and S - 1 large ones more; what each keeps follows from that.
     """
     state, num_stages = pipeline.state_bytes, pipeline.scheme.num_stages
     slices: list[Slice] = []
     for position, m in enumerate(pipeline.micro_batches):
         sizes, times_s = zip(*m.slices) if m.slices else ((m.pack.num_tokens,), (m.time_s,))
-        in_flight = sum(sizes) + (num_stages - 1) * max(sizes)
-        above_state, end = max(0, m.peak_bytes - state), 0
+        kept_bytes, end = kept_bytes_of(sizes, max(0, m.peak_bytes - state), num_stages), 0
         for part, (size, time_s) in enumerate(zip(sizes, times_s)):
             end += size
             slices.append(
                 Slice(
                     number=len(slices), micro_batch=position, part=part, tokens=range(end - size, end), time_s=time_s,
-                    kept_bytes=above_state * size // in_flight, is_alone=len(sizes) == 1,
+                    kept_bytes=kept_bytes[part], is_alone=len(sizes) == 1,
                 )
             )  # fmt: skip
     return tuple(slices)

@@ -12,7 +12,7 @@ import numpy as np
 from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import PlannedSlice
-from lengthwise.core.sliced_passes import largest_share, sliced_orders
+from lengthwise.core.sliced_passes import kept_bytes_of, largest_share, sliced_orders
 from lengthwise.plan.space.candidate import Candidate
 
 
@@ -224,10 +224,9 @@ def sliced_pipeline_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]
         above_state = max(0, int(run.peak_bytes(np.array([sum(of_pack)]))[0]) - state)
         slices = cut_pack(run, of_pack, time_s) or (PlannedSlice(sum(of_pack), time_s),)
         sizes = [part.num_tokens for part in slices]
-        in_flight = sum(sizes) + (num_stages - 1) * max(sizes)
         counts.append(len(slices))
         most_bytes = max(most_bytes, above_state)
-        kept_bytes += [above_state * size // in_flight for size in sizes]
+        kept_bytes += kept_bytes_of(sizes, above_state, num_stages)
         slices_s += [part.time_s for part in slices]
         forwards_s += [part.time_s / run.forwards for part in slices]
     times = PassTimes(forwards_s, [time_s - forward_s for time_s, forward_s in zip(slices_s, forwards_s)])
