@@ -144,14 +144,23 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
             tokens > starts[sequence], candidate.times_s(np.maximum(1, tokens - starts[sequence])), 0.0
         )
 
-    most_tokens = ceil(largest_share(num_slices) * num_tokens)
-    wanted_s = before_s[-1] * np.arange(1, num_slices) / num_slices
-    low, high = np.zeros(num_slices - 1, dtype=np.int64), np.full(num_slices - 1, num_tokens, dtype=np.int64)
-    for _ in range(HALVINGS):
-        middle = (low + high) // 2
-        is_short = work_s(middle) < wanted_s
-        low, high = np.where(is_short, middle, low), np.where(is_short, high, middle)
-    ends = [*high.tolist(), num_tokens]
+    def ends_of(num_capped: int) -> list[int]:
+        """Where slices end of which the first have as many tokens as any may, and the others equal work."""
+        first = min(num_capped * most_tokens, num_tokens - 1)
+        begin_s, num_equal = float(work_s(np.array([first]))[0]), num_slices - num_capped
+        wanted_s = begin_s + (before_s[-1] - begin_s) * np.arange(1, num_equal) / num_equal
+        low, high = (np.full(num_equal - 1, tokens, dtype=np.int64) for tokens in (first, num_tokens))
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            is_short = work_s(middle) < wanted_s
+            low, high = np.where(is_short, middle, low), np.where(is_short, high, middle)
+        return [*range(most_tokens, first + 1, most_tokens), *high.tolist(), num_tokens]
+
+    most_tokens, num_capped = ceil(largest_share(num_slices) * num_tokens), 0
+    ends = ends_of(0)
+    while num_capped < num_slices - 1 and ends[num_capped] - num_capped * most_tokens > most_tokens:
+        num_capped += 1
+        ends = ends_of(num_capped)
     for number in range(num_slices - 1):  # a token each at least, no more than allowed, and as much left for the others
         before, left = (ends[number - 1] if number else 0), num_slices - 1 - number
         ends[number] = max(
