@@ -28,9 +28,9 @@ def largest_share(num_slices: int) -> float:
 
     Of slices of equal work the first of a long sequence has the most tokens: a share of 1 / n of its attention is that
     of the first 1 / sqrt(n) of its tokens. Stages hold the largest slice several times, so of many slices none has more
-    than four times the mean's tokens, and the first one less work.
+    than twice the mean's tokens, and the first ones less work.
     """
-    return min(num_slices**-0.5, 4 / num_slices)
+    return min(num_slices**-0.5, 2 / num_slices)
 
 
 def kept_bytes_of(sizes: Sequence[int], above_state: int, num_stages: int) -> list[int]:

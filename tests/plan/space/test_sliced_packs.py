@@ -60,7 +60,7 @@ def test_slices_of_a_sequence_have_equal_work(length, count):
     if max(sizes) < largest_share(count) * length:
         assert all(abs(part.time_s - 1 / count) <= 2 * a_token for part in slices)
     else:
-        assert count == 64 and max(part.time_s for part in slices) < 1.06 / count, "the first have fewer tokens"
+        assert count > 4 and max(part.time_s for part in slices) < 1.2 / count, "the first ones have fewer tokens"
     assert sizes == sorted(sizes, reverse=True) or max(np.diff(sizes)) <= 1, "later tokens see more"
 
 

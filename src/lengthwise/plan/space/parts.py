@@ -20,8 +20,8 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     """The candidates, then the parts of them, each once.
 
     Without slices; without offload and tiles; without sharded gradients; with whole backwards; without each of the
-    methods; of each lower degree and number of stages at most; those that recompute no layer, or all; then of fewer
-    methods.
+    methods; of each lower degree and number of stages at most; without tiles; those that recompute no layer, or all;
+    then of fewer methods.
     """
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
@@ -29,6 +29,7 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
     tests = [
         *(_of_degree(degree) for degree in degrees),
         *(_of_stages(count) for count in stages),
+        lambda scheme: not scheme.tile_tokens,
         lambda scheme: not any(scheme.recompute),
         lambda scheme: all(scheme.recompute),
         *map(_without, _fewer(shared)),
