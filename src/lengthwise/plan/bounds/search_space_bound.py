@@ -67,8 +67,8 @@ class SearchSpaceBound:
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
         groups: dict[tuple[int, int, int, float], list[Candidate]] = {}
         for candidate in candidates:
-            alike = candidate.num_devices, candidate.num_stages, candidate.scheme.slices, _update_s(problem, candidate)
-            groups.setdefault(alike, []).append(candidate)
+            key = candidate.num_devices, candidate.num_stages, candidate.scheme.slices, _update_s(problem, candidate)
+            groups.setdefault(key, []).append(candidate)
         self._updates_s = np.array([update_s for *_, update_s in groups])
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
         self._devices = np.array([devices for devices, *_ in groups])

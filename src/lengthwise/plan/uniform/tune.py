@@ -99,8 +99,8 @@ def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidat
     """
     fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
-        whole = [candidate for candidate in fitting if candidate.scheme.slices == 1]
-        return few_recomputes(whole or fitting)
+        uncut = [candidate for candidate in fitting if candidate.scheme.slices == 1]
+        return few_recomputes(uncut or fitting)
     leanest = problem.leanest
     raise InfeasibleError(
         f"policy {policy} runs equal pipelines of one scheme: a sequence of {problem.max_length:,} tokens "
