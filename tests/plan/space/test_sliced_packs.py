@@ -132,6 +132,7 @@ def test_slices_join_where_they_pay_and_nowhere_else():
     space = space_of(Method.ULYSSES, (1, 1), (8, 1), (64, 1), (32, 2), (8, 8))
     giant, short = np.array([524_288, 1000]), np.full(500, 1000)
     assert with_slices(space, Slices.NONE, samples=[giant]) == space
+    assert with_slices((), Slices.AUTO, samples=[giant]) == (), "what fits nothing is refused later, by name"
     assert with_slices(space, Slices.AUTO, samples=[short]) == space
     joined = with_slices(space, Slices.AUTO, samples=[short, giant])[len(space) :]
     assert joined and all(option.scheme.slices > 1 and option.num_stages > 1 for option in joined)

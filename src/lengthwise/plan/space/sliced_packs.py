@@ -59,7 +59,8 @@ def with_slices(
     are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
     take fewer device-seconds, and be done as soon as the others are.
     """
-    if mode is Slices.NONE or not all(getattr(candidate.cost, "prices_slices", False) for candidate in candidates):
+    is_priced = [getattr(candidate.cost, "prices_slices", False) for candidate in candidates]
+    if mode is Slices.NONE or not is_priced or not all(is_priced):
         return tuple(candidates)
     options = [
         replace(candidate, scheme=replace(candidate.scheme, slices=count))
