@@ -137,6 +137,15 @@ def test_slices_join_where_they_pay_and_nowhere_else():
     joined = with_slices(space, Slices.AUTO, samples=[short, giant])[len(space) :]
     assert joined and all(option.scheme.slices > 1 and option.num_stages > 1 for option in joined)
     assert all(option.max_tokens >= 524_288 for option in joined)
+    split = [
+        replace(option.scheme, zero_bubble=True, recompute=(False,) * SPEC.num_layers)
+        for option in space
+        if option.num_stages > 1
+    ]
+    more = (*space, *make_candidates(split, cost, num_devices=64))
+    assert {c.scheme for c in with_slices(more, Slices.AUTO, samples=[short, giant])[len(more) :]} == {
+        c.scheme for c in joined
+    }, "whatever split backwards gain"
     ring = space_of(Method.RING, (8, 1), (64, 1), (8, 8))
     assert with_slices(ring, Slices.AUTO, samples=[giant]) == ring, "earlier keys are with other ranks"
 

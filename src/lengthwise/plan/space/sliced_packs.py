@@ -57,7 +57,7 @@ def with_slices(
 
     Schemes with slices join where they pay for the longest sequence of a typical batch, of ``samples``. If all devices
     are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
-    take fewer device-seconds, and be done as soon as the others are.
+    take fewer device-seconds, and be done as soon as the others are. Split backwards are no reason to leave any out.
     """
     is_priced = [getattr(candidate.cost, "prices_slices", False) for candidate in candidates]
     if mode is Slices.NONE or not is_priced or not all(is_priced):
@@ -68,8 +68,9 @@ def with_slices(
         for count in (SLICE_COUNTS if can_slice(candidate.scheme) else ())
     ]
     joined: dict[Candidate, None] = {}
+    compared = [candidate for candidate in candidates if not candidate.scheme.zero_bubble] or candidates
     for lengths in samples[:COMPARED_BATCHES]:
-        joined |= dict.fromkeys(_that_pay(candidates, options, lengths))
+        joined |= dict.fromkeys(_that_pay(compared, options, lengths))
     return (*candidates, *joined)
 
 
