@@ -49,4 +49,4 @@ def test_peaks_of_both_stages_are_near_the_closed_forms_and_the_plan_is_run_as_p
     assert not document["differences"]
     for row in document["ranks"]:
         ratio = row["predicted"]["peak_total_bytes"] / row["peak_total_bytes"]
-        assert 0.95 <= ratio <= 1.2, (row["rank"], ratio)
+        assert 0.95 <= ratio <= 1.25, (row["rank"], ratio)
