@@ -74,7 +74,7 @@ class PlanConfig(PolicySettings):
     slices: SlicesName = "auto"
     """Whether stages may compute micro-batches in slices of tokens, one after another, so that a long sequence leaves
     the bubble of a slice, in less memory than 1F1B; auto: whichever is faster; none: whole micro-batches. (Models that
-    transformers computes, prepare and compiled layers have whole ones.)"""
+    transformers computes, prepare, compiled layers and runs with shapes have whole ones.)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

@@ -42,6 +42,7 @@ class Setting(StrEnum):
     MAX_TOKENS = "plan.max_tokens"
     BATCH_SIZE = "plan.batch_size"
     SHAPES = "plan.shapes"
+    SLICES = "plan.slices"
     COST = "plan.cost"
     PROFILE = "plan.profile"
     OPTIMIZER = "optim.name"

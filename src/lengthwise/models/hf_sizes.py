@@ -15,7 +15,7 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import read_spec
 from lengthwise.models.hf_values import MAX_SIZE
 
-FAMILY = "generic"
+PRICED_ONLY = "generic"
 """The family of models that are priced and not trained."""
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -130,6 +130,13 @@ def read_priced_spec(folder: Path) -> ModelSpec:
     return _spec(_Fields(nested or document, path), parts=[] if nested is None else ["everything but the text model"])
 
 
+def can_slice(spec: ModelSpec) -> bool:
+    """Whether stages may compute its micro-batches in slices of tokens: no token sees later ones, and training is by
+    this library's own layers.
+    """
+    return spec.causal and spec.family != PRICED_ONLY
+
+
 def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
     _refuse_other_layers(fields)
     values, path = fields.values, fields.path
@@ -148,7 +155,7 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
         parts.append("chunked attention (as full attention)")
     return ModelSpec(
         name=path.resolve().parent.name,
-        family=FAMILY,
+        family=PRICED_ONLY,
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_size=ffn_size,

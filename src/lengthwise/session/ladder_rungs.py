@@ -2,8 +2,8 @@
 
 A rung adds to what the ones before it do: sharded gradients where these hold more, recompute, feed-forwards in tiles,
 what layers save on the host, methods that shard weights, the optimizer's state on the host, attention by groups of
-heads where that holds more. On each, the scheme that holds the longest sequence is shown, and how long a sequence takes
-that the rung before still holds, under the fastest scheme of either.
+heads where that holds more, and slices in time where those do. On each, the scheme that holds the longest sequence is
+shown, and how long a sequence takes that the rung before still holds, under the fastest scheme of either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,11 @@ import numpy as np
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.space.candidate import Candidate, make_candidates
+from lengthwise.plan.space.candidate import Candidate, make_candidates, most_tokens
 from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung, head_group_candidates
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sharded_gradients import GradientSharding, with_sharded
+from lengthwise.plan.space.sliced_packs import Slices, in_slices
 
 PLAIN = Rung(recomputed=0, offloaded=0)
 RECOMPUTE = Rung(recomputed=1, offloaded=0)
@@ -118,7 +119,12 @@ def _candidates_of_rungs(
     if has_host:
         made_by_rung += _steps([("optimizer on host", lean)], search_space.widest, on_host)
     in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=made_by_rung[-1][1])
-    return [*made_by_rung, ("attention by groups of heads", in_groups)]
+    sliced: list[Candidate] = []
+    if search_space.slices is Slices.AUTO:
+        held_tokens = max(most_tokens(candidates) for candidates in (*dict(made_by_rung).values(), in_groups))
+        leanest = next((candidates for _, candidates in reversed(made_by_rung) if candidates), [])
+        sliced = [option for option in in_slices(leanest) if option.max_tokens > held_tokens]
+    return [*made_by_rung, ("attention by groups of heads", in_groups), ("slices in time", sliced)]
 
 
 def _without_recompute(search_space: SearchSpace, cost: AnalyticCost) -> Iterator[tuple[str, list[Candidate]]]:
@@ -167,7 +173,7 @@ def _of(rung: Rung, scheme: PipelineConfig) -> PipelineConfig:
 def _alone_s(candidate: Candidate, length: int) -> float:
     """Seconds of a step of one sequence: through all stages, and the update."""
     stage_s = float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s
-    return stage_s * candidate.num_stages + candidate.update_s
+    return stage_s * candidate.flow_stages + candidate.update_s
 
 
 def _fastest_s(candidates: Sequence[Candidate], length: int) -> float:

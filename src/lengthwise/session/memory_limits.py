@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.plan.space.sliced_packs import Slices, in_slices
 from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder, schemes_of
 
 
@@ -44,7 +45,7 @@ class MemoryLimits:
     """The sequence that was asked for."""
     fits: tuple[FittingPipeline, ...] = ()
     """Schemes that hold it, the least work first; with offload, tiles and a state on the host where that pays or longer
-    sequences need it."""
+    sequences need it, with groups of heads, or else slices, where nothing else holds it."""
     ladder: tuple[LadderRung, ...] = ()
     """The longest sequence with each thing in turn that frees memory; where no length is asked for."""
 
@@ -120,7 +121,7 @@ def memory_limits(
     on_host = price(state_on_host=True)
     costs = (cost, on_host)[: 1 + on_host.state_on_host]
     every: list[Candidate] = []
-    for priced_by, made_by in (*zip(costs, repeat(_with_ladder)), *zip(costs, repeat(_in_groups))):
+    for made_by, priced_by in product((_with_ladder, _in_groups, _in_slices), costs):
         every += made_by(search_space, priced_by, length)
         if fits := [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]:
             break
@@ -149,6 +150,15 @@ def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> 
 def _in_groups(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
     """Candidates whose attention computes groups of heads, which hold a sequence of ``length``."""
     return [candidate for candidate in groups_of_heads(search_space, cost) if candidate.max_tokens >= length]
+
+
+def _in_slices(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
+    """Candidates whose micro-batches have slices, which hold a sequence of ``length`` or hold the most."""
+    if search_space.slices is Slices.NONE:
+        return []
+    options = in_slices(_with_ladder(search_space, cost, length))
+    fitting = [option for option in options if option.max_tokens >= length]
+    return fitting or sorted(options, key=lambda option: -option.max_tokens)[:1]
 
 
 def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
@@ -201,7 +211,7 @@ def _fit(candidate: Candidate, length: int) -> FittingPipeline:
     return FittingPipeline(
         candidate=candidate,
         device_s=stage_s * candidate.num_devices,
-        time_s=stage_s * candidate.num_stages,
+        time_s=stage_s * candidate.flow_stages,
         peak_bytes=int(candidate.peak_bytes(np.asarray(length))),
     )
 
@@ -217,6 +227,7 @@ def _describe(candidate: Candidate) -> dict[str, Any]:
         "offloaded_layers": scheme.num_offloaded,
         "tile_tokens": scheme.tile_tokens,
         "sharded_gradients": scheme.shard_gradients,
+        "slices": scheme.slices,
         "state_gib": candidate.state_bytes / GIB,
         "max_tokens": candidate.max_tokens,
     }

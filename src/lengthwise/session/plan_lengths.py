@@ -124,6 +124,7 @@ def comparison_of(
     from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
+    from lengthwise.models.hf_sizes import can_slice
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
@@ -147,14 +148,13 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
-        slices=Slices(options.get("slices", "auto")) if spec.causal else Slices.NONE,
+        slices=Slices(options.get("slices", "auto")) if can_slice(spec) else Slices.NONE,
     )
     with errors_spelt(spelling):
         view = apply_max_length(
-            find_lengths(lengths, seed=seed, spelling=spelling),
-            max_length=options.get("max_length"),
+            find_lengths(lengths, seed=seed, spelling=spelling), max_length=options.get("max_length"),
             rule=options.get("over_length", "split"),
-        )
+        )  # fmt: skip
         check_positions(spec.name, spec.max_positions, longest=view.lengths.max_length)
         profile = None if path is None else MeasuredProfile.open(path, dtype=dtype, recompute=str(space.recompute))
     comparison = PolicyComparison(

@@ -157,3 +157,17 @@ def test_longer_sequences_than_fit_on_devices_alone_fit_with_the_host(cli, gpus,
     given = ("memory", "--model", "llama-3-8b", "--device", "H100-80GB", "--gpus", gpus, "--length", length)
     code, out, err = cli(*given)
     assert code == 0 and "fits: the least work is under" in out and "on the host" in out, err
+
+
+def test_slices_are_the_last_rung_and_hold_a_length_that_nothing_else_does(cli):
+    few = "--model", "llama-3-8b", "--gpus", "3", "--max-degree", "1", "--max-stages", "2", "--host-memory", "0"
+    *others, last = ask(cli, *few)["ladder"]
+    assert last["rung"] == "slices in time" and last["scheme"].endswith(" c64")
+    assert last["max_tokens"] > 1.3 * others[-1]["max_tokens"]
+    length = str((others[-1]["max_tokens"] + last["max_tokens"]) // 2)
+    limits = ask(cli, *few, "--length", length)
+    assert limits["fits"] and all(fit["slices"] > 1 for fit in limits["fits"])
+    assert limits["longest"]["max_tokens"] == last["max_tokens"]
+    code, _, err = cli(*GIVEN, *few, "--length", length, "--slices", "none")
+    assert code == 3 and f"{others[-1]['max_tokens']:,} tokens" in " ".join(err.split())
+    assert "slices in time" not in [rung["rung"] for rung in ask(cli, *few, "--slices", "none")["ladder"]]

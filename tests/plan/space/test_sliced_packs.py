@@ -1,5 +1,6 @@
 """Cuts of packs have equal work; slices join a search space where they pay; their plans take what simulation says."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.space.candidate import Candidate, make_candidates
+from lengthwise.plan.space.candidate import Candidate, make_candidates, most_tokens
 from lengthwise.plan.space.sliced_packs import (
     FEWEST_TOKENS,
     Slices,
@@ -131,14 +132,32 @@ def test_slices_join_where_they_pay_and_nowhere_else():
 
     space = space_of(Method.ULYSSES, (1, 1), (8, 1), (64, 1), (32, 2), (8, 8))
     giant, short = np.array([524_288, 1000]), np.full(500, 1000)
-    assert with_slices(space, Slices.NONE, samples=[giant]) == space
-    assert with_slices((), Slices.AUTO, samples=[giant]) == (), "what fits nothing is refused later, by name"
-    assert with_slices(space, Slices.AUTO, samples=[short]) == space
-    joined = with_slices(space, Slices.AUTO, samples=[short, giant])[len(space) :]
+    assert with_slices(space, Slices.NONE, samples=[giant], max_length=524_288) == space
+    assert with_slices((), Slices.AUTO, samples=[giant], max_length=524_288) == (), (
+        "what fits nothing is refused later, by name"
+    )
+    assert with_slices(space, Slices.AUTO, samples=[short], max_length=524_288) == space
+    joined = with_slices(space, Slices.AUTO, samples=[short, giant], max_length=524_288)[len(space) :]
     assert joined and all(option.scheme.slices > 1 and option.num_stages > 1 for option in joined)
     assert all(option.max_tokens >= 524_288 for option in joined)
     ring = space_of(Method.RING, (8, 1), (64, 1), (8, 8))
-    assert with_slices(ring, Slices.AUTO, samples=[giant]) == ring, "earlier keys are with other ranks"
+    assert with_slices(ring, Slices.AUTO, samples=[giant], max_length=524_288) == ring, (
+        "earlier keys are with other ranks"
+    )
+
+
+@pytest.mark.parametrize("shares", [[1.0], [1.0] * 2, [1.0, 0.999, 0.01], [0.1] * 20], ids=str)
+def test_slices_join_where_they_alone_hold_the_longest_sequence_of_the_run(shares):
+    """In a typical batch it may come once, several times or not at all."""
+    cost = AnalyticCost(model=model_preset("llama-3-8b"), cluster=cluster_preset("1x3xH100-80GB"))
+    schemes = [uniform_scheme(32, degree=1, stages=stages, method=Method.DENSE, recomputed=32) for stages in (1, 2)]
+    space = make_candidates(schemes, cost, num_devices=3)
+    longest = int(1.1 * most_tokens(space))
+    joined = with_slices(space, Slices.AUTO, samples=[(longest * np.array(shares)).astype(int)], max_length=longest)
+    assert most_tokens(joined) >= longest
+    too_long = 10 * most_tokens(joined)
+    refused = with_slices(space, Slices.AUTO, samples=[np.array([too_long])], max_length=too_long)
+    assert most_tokens(space) < most_tokens(refused) < too_long, "the limit that a refusal tells"
 
 
 def test_split_backwards_keep_no_slices_from_joining():
@@ -152,7 +171,7 @@ def test_split_backwards_keep_no_slices_from_joining():
     joined = []
     for schemes in (whole, [*whole, *split]):
         space = make_candidates(schemes, cost, num_devices=64)
-        found = with_slices(space, Slices.AUTO, samples=[giant])[len(space) :]
+        found = with_slices(space, Slices.AUTO, samples=[giant], max_length=524_288)[len(space) :]
         joined.append({candidate.scheme for candidate in found})
     assert joined[0] and joined[1] == joined[0]
 
@@ -170,3 +189,33 @@ def test_a_plan_with_slices_is_faster_for_one_giant_and_takes_what_simulation_sa
     assert plans["auto"].time_s < 0.8 * plans["none"].time_s and plans["auto"].gap >= 0
     assert any(m.slices for line in plans["auto"].pipelines for m in line.micro_batches)
     assert simulate(plans["auto"]).step_time_s == pytest.approx(plans["auto"].time_s)
+
+
+def test_policies_whose_systems_have_no_slices_have_them_only_where_nothing_else_holds_a_sequence():
+    """Groups of heads hold it too, and `auto` still has slices."""
+    options = {
+        "model": "llama-7b", "cluster": "1x8xH100-80GB", "steps": 1, "max_degree": 1, "recompute": "none",
+        "offload": "none",
+    }  # fmt: skip
+    lengths = [49_921, 49_921, *[1000] * 100]
+    for policy, counts in (("static", {1}), ("packed", {1}), ("auto", {4, 16, 64})):
+        (plan,) = lengthwise.plan(lengths, policy=policy, tokens_per_step=sum(lengths), **options)
+        used = {len(micro_batch.slices) for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches}
+        assert used <= {0} if counts == {1} else used & counts, policy
+
+
+def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path):
+    config = {
+        "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plans = [
+        lengthwise.plan(
+            [400_000, *[2000] * 100], model=model, cluster="4x8xA800-80GB", steps=1, tokens_per_step=700_000,
+            max_degree=8,
+        )[0]
+        for model in (str(tmp_path), "llama-7b")
+    ]  # fmt: skip
+    is_sliced = [any(m.slices for pipeline in plan.pipelines for m in pipeline.micro_batches) for plan in plans]
+    assert is_sliced == [False, True]

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli import shared_options as shared
-from lengthwise.cli.compare_options import ShardGradients
+from lengthwise.cli.compare_options import ShardGradients, SlicesOption
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import find_model, make_cluster, parse_methods
 
@@ -46,12 +47,14 @@ def run(
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
     shard_gradients: ShardGradients = GradientSharding.AUTO,
+    slices: SlicesOption = Slices.AUTO,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     gradient_dtype: GradientDtypeOption = GradientDtype.MASTER,
     json: shared.Json = False,
 ) -> None:
     """Say what fits a sequence at the least cost, or show the longest sequence, or pack, of every scheme."""
     from lengthwise.cli.tables.memory_table import print_memory_limits
+    from lengthwise.models.hf_sizes import can_slice
     from lengthwise.session.memory_limits import memory_limits
 
     spec = find_model(model)
@@ -61,7 +64,7 @@ def run(
     )  # fmt: skip
     search_space = SearchSpace(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
-        shard_gradients=shard_gradients,
+        shard_gradients=shard_gradients, slices=slices if can_slice(spec) else Slices.NONE,
     )  # fmt: skip
     limits = memory_limits(
         spec, cluster, search_space, dtype=dtype.value, length=length,

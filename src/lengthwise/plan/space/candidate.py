@@ -183,6 +183,11 @@ class Candidate:
         return self.cost.peak_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)
 
 
+def most_tokens(candidates: Iterable[Candidate]) -> int:
+    """Tokens of the longest sequence that any of them holds."""
+    return max((candidate.max_tokens for candidate in candidates), default=0)
+
+
 def make_candidates(
     schemes: Iterable[PipelineConfig], cost: CostModel, *, num_devices: int, token_limit: int | None = None
 ) -> tuple[Candidate, ...]:

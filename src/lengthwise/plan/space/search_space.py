@@ -17,7 +17,7 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, 
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
-from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, schemes_of, stages_of
+from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, most_tokens, schemes_of, stages_of
 from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
 from lengthwise.plan.space.memory_ladder import (
     TILE_TOKENS,
@@ -191,11 +191,6 @@ def make_problem(
     )
 
 
-def most_tokens(candidates: Iterable[Candidate]) -> int:
-    """Tokens of the longest sequence that any of them holds."""
-    return max((candidate.max_tokens for candidate in candidates), default=0)
-
-
 def _schemes_and_candidates(
     costs: Sequence[CostModel],
     cluster: ClusterSpec,
@@ -207,7 +202,7 @@ def _schemes_and_candidates(
 ) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
     """The schemes and candidates under the first cost under which the longest sequence fits, first with all heads at
     once, then in groups of heads; else those that hold the most tokens: where all refuse, the limit that is told is the
-    one to train at.
+    one to train at. Groups of heads join too where slices alone hold the longest sequence: some policies have none.
     """
     best: tuple[list[PipelineConfig], tuple[Candidate, ...]] = [], ()
     tried = []
@@ -217,14 +212,20 @@ def _schemes_and_candidates(
         if not tried[1:] or most_tokens(made[1]) > most_tokens(best[1]):
             best = made
         if most_tokens(best[1]) >= max_length:
-            return best
-    for cost, schemes, candidates in tried:
-        more = _in_head_groups(cost, cluster, schemes, candidates, search_space, token_limit)
-        if most_tokens(more) > most_tokens(best[1]):
-            best = schemes, candidates + more
-        if most_tokens(best[1]) >= max_length:
             break
+    for cost, schemes, candidates in tried:
+        if most_tokens(_uncut(best[1])) >= max_length:
+            break
+        joined = candidates + _in_head_groups(cost, cluster, schemes, _uncut(candidates), search_space, token_limit)
+        holds_more = most_tokens(_uncut(joined)) > most_tokens(_uncut(best[1]))
+        if holds_more and most_tokens(joined) >= min(most_tokens(best[1]), max_length):
+            best = schemes, joined
     return best
+
+
+def _uncut(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates whose micro-batches have no slices."""
+    return [candidate for candidate in candidates if candidate.scheme.slices == 1]
 
 
 def _in_head_groups(
@@ -273,7 +274,7 @@ def _candidates(
         )
         schemes, candidates = schemes + more, candidates + paying + add_rungs(more, paying, beside=plain)
     candidates = with_split_backwards(candidates, search_space.zero_bubble)
-    return schemes, with_slices(candidates, search_space.slices, samples=samples)
+    return schemes, with_slices(candidates, search_space.slices, samples=samples, max_length=max_length)
 
 
 def _rungs(

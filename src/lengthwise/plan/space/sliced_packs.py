@@ -1,6 +1,6 @@
 """Where the packs of a scheme with slices are cut, and how long a pipeline of such packs takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
@@ -13,7 +13,7 @@ from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import PlannedSlice
 from lengthwise.core.sliced_passes import kept_bytes_of, largest_share, sliced_orders
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.candidate import Candidate, most_tokens
 
 
 class Slices(StrEnum):
@@ -50,26 +50,40 @@ def can_slice(scheme: PipelineConfig) -> bool:
     )
 
 
+def in_slices(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that can have slices, with every number of slices that schemes may have."""
+    return [
+        replace(candidate, scheme=replace(candidate.scheme, slices=count))
+        for candidate in candidates
+        for count in (SLICE_COUNTS if can_slice(candidate.scheme) else ())
+    ]
+
+
 def with_slices(
-    candidates: Sequence[Candidate], mode: Slices, *, samples: Sequence[np.ndarray]
+    candidates: Sequence[Candidate], mode: Slices, *, samples: Sequence[np.ndarray], max_length: int
 ) -> tuple[Candidate, ...]:
     """The candidates of a search space in which micro-batches may be cut into slices, where costs know what that takes.
 
     Schemes with slices join where they pay for the longest sequence of a typical batch, of ``samples``. If all devices
     are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
     take fewer device-seconds, and be done as soon as the others are. Split backwards are no reason to leave any out.
+    Where no scheme without holds a sequence of ``max_length``, those that do join, or that which holds the most.
     """
     is_priced = [getattr(candidate.cost, "prices_slices", False) for candidate in candidates]
     if mode is Slices.NONE or not is_priced or not all(is_priced):
         return tuple(candidates)
-    options = [
-        replace(candidate, scheme=replace(candidate.scheme, slices=count))
-        for candidate in candidates
-        for count in (SLICE_COUNTS if can_slice(candidate.scheme) else ())
-    ]
+    options = in_slices(candidates)
     joined: dict[Candidate, None] = {}
     compared = [candidate for candidate in candidates if not candidate.scheme.zero_bubble] or candidates
-    for lengths in samples[:COMPARED_BATCHES]:
+    batches = list(samples[:COMPARED_BATCHES])
+    longest = most_tokens(candidates)
+    if options and longest < max_length:
+        largest = max(options, key=lambda option: option.max_tokens)
+        if largest.max_tokens >= max_length:
+            batches.append(np.array([max_length]))
+        elif largest.max_tokens > longest:
+            joined[largest] = None
+    for lengths in batches:
         joined |= dict.fromkeys(_that_pay(compared, options, lengths))
     return (*candidates, *joined)
 
@@ -84,7 +98,8 @@ def _that_pay(
     for candidate in candidates:
         each_s = candidate.num_devices * candidate.times_s(values)
         np.minimum(others_s, np.where(values <= candidate.max_tokens, each_s, np.inf), out=others_s)
-    others_end_s = float((others_s[:-1] * counts[:-1]).sum() + others_s[-1] * (counts[-1] - 1)) / num_devices
+    counts[-1] -= 1  # the longest itself
+    others_end_s = float((others_s[counts > 0] * counts[counts > 0]).sum()) / num_devices
     longest = values[-1:]
     alone_s, device_s = _alone(candidates, longest)
     deadline_s = max(others_end_s, alone_s.min())
@@ -148,7 +163,7 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
 
     def ends_of(num_capped: int) -> list[int]:
         """Where slices end of which the first have as many tokens as any may, and the others equal work."""
-        first = min(num_capped * most_tokens, num_tokens - 1)
+        first = min(num_capped * slice_tokens, num_tokens - 1)
         begin_s, num_equal = float(work_s(np.array([first]))[0]), num_slices - num_capped
         wanted_s = begin_s + (before_s[-1] - begin_s) * np.arange(1, num_equal) / num_equal
         low, high = (np.full(num_equal - 1, tokens, dtype=np.int64) for tokens in (first, num_tokens))
@@ -156,17 +171,17 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
             middle = (low + high) // 2
             is_short = work_s(middle) < wanted_s
             low, high = np.where(is_short, middle, low), np.where(is_short, high, middle)
-        return [*range(most_tokens, first + 1, most_tokens), *high.tolist(), num_tokens]
+        return [*range(slice_tokens, first + 1, slice_tokens), *high.tolist(), num_tokens]
 
-    most_tokens, num_capped = ceil(largest_share(num_slices) * num_tokens), 0
+    slice_tokens, num_capped = ceil(largest_share(num_slices) * num_tokens), 0
     ends = ends_of(0)
-    while num_capped < num_slices - 1 and ends[num_capped] - num_capped * most_tokens > most_tokens:
+    while num_capped < num_slices - 1 and ends[num_capped] - num_capped * slice_tokens > slice_tokens:
         num_capped += 1
         ends = ends_of(num_capped)
     for number in range(num_slices - 1):  # a token each at least, no more than allowed, and as much left for the others
         before, left = (ends[number - 1] if number else 0), num_slices - 1 - number
         ends[number] = max(
-            before + 1, num_tokens - left * most_tokens, min(ends[number], before + most_tokens, num_tokens - left)
+            before + 1, num_tokens - left * slice_tokens, min(ends[number], before + slice_tokens, num_tokens - left)
         )
     sums_s = work_s(np.array(ends))
     sizes = np.diff(ends, prepend=0).tolist()

@@ -109,7 +109,10 @@ def check_executable(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
             )
-        unknown = {"zero_bubble=false": scheme.zero_bubble, "slices=1": any(m.slices for m in pipeline.micro_batches)}
+        unknown = {
+            "zero_bubble=false": scheme.zero_bubble,
+            "slices=none": any(m.slices for m in pipeline.micro_batches),
+        }
         if without := next((setting for setting, is_used in unknown.items() if is_used), None):
             does = "splits backwards" if scheme.zero_bubble else "cuts micro-batches into slices"
             raise InputError(

@@ -30,7 +30,7 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
         if not spec.causal and any(micro_batch.slices for micro_batch in pipeline.micro_batches):
             raise InputError(
                 f"{named}: micro-batches are cut into slices, which see what is before them alone, and tokens of model "
-                f"{spec.name} also see later ones; plan slices=1"
+                f"{spec.name} also see later ones; plan again with {Setting.SLICES}=none"
             )
         used = {method for micro_batch in pipeline.micro_batches for method in pipeline.methods_of(micro_batch)}
         if Method.MEGATRON_TS in used and scheme.degree > spec.num_kv_heads:
@@ -53,8 +53,8 @@ def check_compiled(plan: StepPlan) -> None:
         if any(micro_batch.slices for micro_batch in pipeline.micro_batches):
             raise InputError(
                 f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] cuts micro-batches "
-                "into slices, and compiled layers compute all tokens at once; plan slices=1, or set "
-                f"{Setting.COMPILE}=false"
+                "into slices, and compiled layers compute all tokens at once; plan again with "
+                f"{Setting.SLICES}=none, or set {Setting.COMPILE}=false"
             )
         if pipeline.scheme.zero_bubble:
             raise InputError(
