@@ -105,7 +105,8 @@ def _candidates_of_rungs(
     search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost
 ) -> list[tuple[str, list[Candidate]]]:
     """The name of each rung and the candidates that have what it adds."""
-    has_host = cost.cluster.device.host_bytes_per_s > 0
+    device = cost.cluster.device
+    has_host = device.host_bytes_per_s > 0 and device.host_memory_bytes > 0
     steps: list[tuple[str, tuple[Rung, ...]]] = [
         ("recompute", (RECOMPUTE,)),
         ("feed-forward tiles", (TILES,)),

@@ -163,11 +163,12 @@ def test_slices_are_the_last_rung_and_hold_a_length_that_nothing_else_does(cli):
     few = "--model", "llama-3-8b", "--gpus", "3", "--max-degree", "1", "--max-stages", "2", "--host-memory", "0"
     *others, last = ask(cli, *few)["ladder"]
     assert last["rung"] == "slices in time" and last["scheme"].endswith(" c64")
-    assert last["max_tokens"] > 1.3 * others[-1]["max_tokens"]
+    assert others[-1]["rung"] == "attention by groups of heads", "no memory of a host, no rungs of it"
+    assert last["max_tokens"] > 1.1 * others[-1]["max_tokens"]
     length = str((others[-1]["max_tokens"] + last["max_tokens"]) // 2)
     limits = ask(cli, *few, "--length", length)
     assert limits["fits"] and all(fit["slices"] > 1 for fit in limits["fits"])
-    assert limits["longest"]["max_tokens"] == last["max_tokens"]
+    assert limits["longest"]["max_tokens"] == pytest.approx(last["max_tokens"], rel=0.01), "with tiles or without"
     code, _, err = cli(*GIVEN, *few, "--length", length, "--slices", "none")
     assert code == 3 and f"{others[-1]['max_tokens']:,} tokens" in " ".join(err.split())
     assert "slices in time" not in [rung["rung"] for rung in ask(cli, *few, "--slices", "none")["ladder"]]
