@@ -19,6 +19,7 @@ CONFIG = load(None, ["train.dtype=bfloat16"])
 
 
 LARGE = replace(model_preset("llama-7b"), num_layers=2)
+FEW_KV_HEADS = replace(LARGE, num_kv_heads=8)
 WITHIN = 0.05
 """How far the memory model may be from what was counted."""
 
@@ -58,11 +59,13 @@ HETEROGENEOUS = plan_of(
 
 
 ALONE = plan_of((scheme_of("dense", "dense"), [[64]]))
+LONG = plan_of((scheme_of("dense", "dense"), [[8192, 8192, 4096]]))
 OFFLOADED = plan_of((replace(scheme_of("ring", "ring", degree=2), offload=(True, True)), [[768]]))
 TWO_LARGE = plan_of(
     (scheme_of("dense", "dense"), [[16384, 16384]]),
     (scheme_of("ulysses", "ulysses", degree=2, recompute=True), [[65536]]),
 )
+IN_FLOAT32 = load(None, ["train.dtype=float32"])
 ON_HOST = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
 
 
@@ -81,6 +84,8 @@ def documents():
         "alone, state on host": run_of(ALONE, 0, config=ON_HOST),
         "offloaded": run_of(OFFLOADED, 0),
         "large": run_of(TWO_LARGE, 0, 1, model=LARGE),
+        "float32": run_of(LONG, 0, model=FEW_KV_HEADS, config=IN_FLOAT32),
+        "float32, shared": run_of(HETEROGENEOUS, 0, config=IN_FLOAT32),
     }
     return dict(zip(runs, dry_run_plans(list(runs.values()))))
 
@@ -122,6 +127,16 @@ def test_collectives_of_every_rank_are_those_of_the_proven_plan(documents):
     document = documents["heterogeneous"]
     assert document["differences"] == [] and len(document["ranks"]) == 3
     assert [row["races"] for row in document["ranks"]] == [[]] * 3
+
+
+def test_attention_in_float32_keeps_no_logits_and_what_costs_leave_out_of_it_is_said(documents):
+    (row,) = documents["float32"]["ranks"]
+    predicted = row["predicted"]
+    assert row["peak_total_bytes"] < 1.1 * predicted["peak_total_bytes"], "keys and values of all heads are kept"
+    assert row["flops"]["attention"] == pytest.approx(predicted["flops"]["attention"], rel=0.01)
+    assert row["flops"]["products"] <= 1.001 * predicted["flops"]["products"], "none for logits of attention"
+    assert documents["float32"]["not_predicted"] is None and documents["heterogeneous"]["not_predicted"] is None
+    assert "no fused kernel for attention in float32 where" in documents["float32, shared"]["not_predicted"]
 
 
 def test_flops_and_sent_bytes_are_those_of_the_closed_forms(documents):

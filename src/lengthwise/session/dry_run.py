@@ -125,9 +125,22 @@ def _document_of(run: PlanToRun, counted: Sequence[dict[str, Any]]) -> dict[str,
     issued, schedule = {row["rank"]: row["collectives"] for row in counted}, PipelineSchedule(config.train.schedule)
     return {
         **_heading(spec.name, run.cluster, plan),
+        "not_predicted": _not_predicted(plan, dtype),
         "differences": differences_from_plan(plan, issued, schedule=schedule, model=spec, dtype=dtype),
         "ranks": [_beside_prediction(row, rank_work(plan, row["rank"], cost)) for row in counted],
     }
+
+
+def _not_predicted(plan: StepPlan, dtype: str) -> str | None:
+    """What costs leave out of a step in ``dtype``; None: nothing."""
+    is_merged = any(p.scheme.degree > 1 or any(m.slices for m in p.micro_batches) for p in plan.pipelines)
+    if dtype in ("bfloat16", "float16") or (dtype == "float32" and not is_merged):
+        return None
+    where = "where ranks share it or it is cut into slices" if dtype == "float32" else "at all"
+    return (
+        f"GPUs have no fused kernel for attention in {dtype} {where}: all logits of a block are held at once, and "
+        f"counted as activations, temporary bytes and products; {Setting.DTYPE}=bfloat16 has one"
+    )
 
 
 def dry_run_stock(

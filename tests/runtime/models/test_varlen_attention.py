@@ -138,3 +138,9 @@ def test_float32_on_gpu_takes_the_loop():
         pytest.skip("no CUDA device")
     qkv = random_qkv(30, 4, 2, 64, dtype=torch.float32, device="cuda")
     assert_same(attend(*qkv, (0, 10, 30)), attend_by_run(*qkv, (0, 10, 30)), tolerance=0)
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    for causal in (True, False):
+        actual, expected = (
+            output_and_gradients(attend_by_run, given, (0, 10, 30), causal=causal) for given in (qkv, exact)
+        )
+        assert_same({k: x.double() for k, x in actual.items()}, expected, tolerance=1e-3)

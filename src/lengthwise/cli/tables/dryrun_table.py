@@ -24,6 +24,8 @@ def print_dry_run(document: dict[str, Any]) -> None:
     )
     for row in document["ranks"]:
         _print_rank(row)
+    if not_predicted := document.get("not_predicted"):
+        console.print(f"\nnot predicted: {not_predicted}", soft_wrap=True)
     for difference in document["differences"]:
         console.print(f"not as planned: {difference}", soft_wrap=True)
     if not document["differences"]:

@@ -12,6 +12,8 @@ from torch import Tensor
 _VALUES = "_lengthwise_values"
 FORWARDS = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
 BACKWARDS = ("torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward")
+OF_EQUAL_LENGTHS = "aten::_scaled_dot_product_efficient_attention"
+"""The kernel of float32, forward and, with a name that ends so, backward; [B, N, L, H]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +48,16 @@ def carry(source: Tensor, target: Tensor, *, copies: int = 1) -> Tensor:
 def read(func: Any, args: Any, kwargs: Any) -> AttentionKernel | None:
     """The launch, if ``func`` is an attention kernel."""
     name = func._schema.name
-    if name not in FORWARDS + BACKWARDS:
+    if name not in FORWARDS + BACKWARDS and not name.startswith(OF_EQUAL_LENGTHS):
         return None
     names = [argument.name for argument in func._schema.arguments]
     arguments = {**dict(zip(names, args)), **kwargs}
     query, key = arguments["query"], arguments["key"]
+    if name.startswith(OF_EQUAL_LENGTHS):
+        num_sequences, num_heads, length, head_size = query.shape
+        pairs = _pairs(*[np.full(num_sequences, length)] * 2, before=-1, after=0 if arguments.get("is_causal") else -1)
+        flops = (8 if name.endswith("_backward") else 4) * num_heads * head_size * pairs
+        return AttentionKernel(flops=flops, workspace_bytes=0)
     offsets_q, offsets_k = (arguments.get(f"cu_seq_{x}", arguments.get(f"cum_seq_{x}")) for x in "qk")
     window = arguments.get("window_size") or (arguments.get("window_size_left"), arguments.get("window_size_right"))
     before, after = (-1 if size is None else int(size) for size in window)

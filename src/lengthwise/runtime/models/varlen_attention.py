@@ -59,13 +59,27 @@ def attend_by_run(
     # split and cat, not slices: the backward of a slice fills a whole pack with zeros, once per sequence.
     tokens = [num_sequences * length for num_sequences, length in runs]
     q_runs, k_runs, v_runs = (x.split(tokens) for x in (q_TNH, k_TKH, v_TKH))
-    grouped = q_TNH.shape[1] != k_TKH.shape[1]
     outs = []
     for (num_sequences, length), *qkv in zip(runs, q_runs, k_runs, v_runs):
         q_BNLH, k_BKLH, v_BKLH = (x.unflatten(0, (num_sequences, length)).transpose(1, 2) for x in qkv)
-        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=causal, enable_gqa=grouped)
+        out_BNLH = _attend_equal(q_BNLH, k_BKLH, v_BKLH, causal=causal)
         outs.append(out_BNLH.transpose(1, 2).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend_equal(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, *, causal: bool) -> Tensor:
+    """Attention of sequences of equal length; no logits [L, L] are kept in float32 on GPUs, either.
+
+    There torch makes them where key/value heads are fewer: its memory-efficient kernel takes as many as query heads.
+    """
+    num_groups = q_BNLH.shape[1] // k_BKLH.shape[1]
+    if not (q_BNLH.is_cuda and q_BNLH.dtype == torch.float32 and q_BNLH.shape[-1] % 8 == 0):
+        return F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=causal, enable_gqa=num_groups > 1)
+    k_BNLH, v_BNLH = (x if num_groups == 1 else x.repeat_interleave(num_groups, dim=1) for x in (k_BKLH, v_BKLH))
+    out_BNLH: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q_BNLH, k_BNLH, v_BNLH, None, torch.is_grad_enabled(), 0.0, causal
+    )[0]
+    return out_BNLH
 
 
 def attend_varlen(
