@@ -148,17 +148,21 @@ def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> 
 
 
 def _in_groups(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
-    """Candidates whose attention computes groups of heads, which hold a sequence of ``length``."""
-    return [candidate for candidate in groups_of_heads(search_space, cost) if candidate.max_tokens >= length]
+    """Candidates whose attention computes groups of heads, which hold a sequence of ``length`` or hold the most."""
+    return _holding(groups_of_heads(search_space, cost), length)
 
 
 def _in_slices(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
     """Candidates whose micro-batches have slices, which hold a sequence of ``length`` or hold the most."""
     if search_space.slices is Slices.NONE:
         return []
-    options = in_slices(_with_ladder(search_space, cost, length))
-    fitting = [option for option in options if option.max_tokens >= length]
-    return fitting or sorted(options, key=lambda option: -option.max_tokens)[:1]
+    return _holding(in_slices(_with_ladder(search_space, cost, length)), length)
+
+
+def _holding(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
+    """The candidates that hold a sequence of ``length``; else the one that holds the most, whose limit is told."""
+    fitting = [candidate for candidate in candidates if candidate.max_tokens >= length]
+    return fitting or sorted(candidates, key=lambda candidate: -candidate.max_tokens)[:1]
 
 
 def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
