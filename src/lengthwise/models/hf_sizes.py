@@ -130,7 +130,7 @@ def read_priced_spec(folder: Path) -> ModelSpec:
     return _spec(_Fields(nested or document, path), parts=[] if nested is None else ["everything but the text model"])
 
 
-def can_slice(spec: ModelSpec) -> bool:
+def trains_in_slices(spec: ModelSpec) -> bool:
     """Whether stages may compute its micro-batches in slices of tokens: no token sees later ones, and training is by
     this library's own layers.
     """

@@ -139,7 +139,7 @@ def _without_recompute(search_space: SearchSpace, cost: AnalyticCost) -> Iterato
         for _, candidates in _steps([("", (PLAIN,))], replace(search_space, shard_gradients=choice), cost)
     )
     yield "as it is", with_whole
-    longest, before = (max((c.max_tokens for c in of), default=0) for of in (with_shares, with_whole))
+    longest, before = (most_tokens(of) for of in (with_shares, with_whole))
     if longest > before:
         yield "sharded gradients", with_shares
 

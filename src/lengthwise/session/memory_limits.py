@@ -13,7 +13,7 @@ from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.candidate import Candidate, most_tokens
 from lengthwise.plan.space.memory_ladder import ladder_candidates
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sliced_packs import Slices, in_slices
@@ -110,7 +110,7 @@ def memory_limits(
     cost, num_layers = price(), model.num_layers
     asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
-    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < (length or 1):
+    if search_space.methods is None and most_tokens(candidates) < (length or 1):
         search_space = search_space.widest
         candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     if not length:

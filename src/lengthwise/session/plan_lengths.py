@@ -124,7 +124,7 @@ def comparison_of(
     from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
-    from lengthwise.models.hf_sizes import can_slice
+    from lengthwise.models.hf_sizes import trains_in_slices
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
@@ -148,7 +148,7 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
-        slices=Slices(options.get("slices", "auto")) if can_slice(spec) else Slices.NONE,
+        slices=Slices(options.get("slices", "auto")) if trains_in_slices(spec) else Slices.NONE,
     )
     with errors_spelt(spelling):
         view = apply_max_length(

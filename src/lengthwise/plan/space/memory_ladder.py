@@ -17,7 +17,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, spread
-from lengthwise.plan.space.candidate import Candidate, make_candidates
+from lengthwise.plan.space.candidate import Candidate, make_candidates, most_tokens
 
 TILE_TOKENS = 4096
 """Tokens of a tile where none are asked for: products of so many rows use a device well."""
@@ -187,7 +187,7 @@ def ladder_candidates(
             is_any = len(shares) > 1
             of_shares = [candidate for candidate in members if is_any or _share(candidate.scheme) in shares]
             within = [candidate for candidate in smaller if is_any or _share(candidate.scheme) in shares]
-            needs_longer = max((candidate.max_tokens for candidate in within), default=0) < max_length
+            needs_longer = most_tokens(within) < max_length
             if not hosts and not (tiles and needs_longer):
                 continue
             fastest = FastestOfFamily(of_shares, max_length, needs_longer=needs_longer)
@@ -238,7 +238,7 @@ def head_group_candidates(
         ],
         cost, num_devices=num_devices, token_limit=token_limit,
     )  # fmt: skip
-    held_tokens = max((candidate.max_tokens for candidate in candidates), default=0)
+    held_tokens = most_tokens(candidates)
     return tuple(candidate for candidate in made if candidate.max_tokens > held_tokens)
 
 
@@ -282,7 +282,7 @@ class FastestOfFamily:
         for candidate in candidates:
             np.minimum(self._times_s, self._times_of(candidate), out=self._times_s)
         self.needs_longer = needs_longer
-        self._max_tokens = max((candidate.max_tokens for candidate in candidates), default=0)
+        self._max_tokens = most_tokens(candidates)
         plain = [candidate.max_tokens for candidate in candidates if not any(candidate.scheme.recompute)]
         self.needs_no_recompute = max(plain, default=0) >= max_length
 
