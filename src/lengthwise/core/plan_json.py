@@ -5,6 +5,7 @@ from typing import Any
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import OVERRIDES, PlannedMicroBatch, PlannedSlice
+from lengthwise.core.token_placement import Piece
 
 _FLAGS = ("keep_attention", "shard_gradients", "zero_bubble")
 
@@ -59,6 +60,11 @@ def micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
         **(
             {"slices": [[tokens, float(time_s)] for tokens, time_s in micro_batch.slices]} if micro_batch.slices else {}
         ),
+        **(
+            {"placement": [list(map(list, pieces)) for pieces in micro_batch.placement]}
+            if micro_batch.placement
+            else {}
+        ),
     }
 
 
@@ -84,4 +90,5 @@ def micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
         weights_s=document.get("weights_s", 0.0),
         keep_attention=None if (keep := document.get("keep_attention")) is None else bool(keep),
         slices=tuple(PlannedSlice(*values) for values in document.get("slices", ())),
+        placement=tuple(tuple(Piece(*piece) for piece in pieces) for pieces in document.get("placement", ())),
     )

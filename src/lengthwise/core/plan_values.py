@@ -28,6 +28,7 @@ _PLAN = {
 _SCHEME = {"degree", "stage_layers", "methods", "recompute", "weights"}
 _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
+_OPTIONAL = {"rows", "filler", "weights_s", "slices", "placement"}
 _ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 MAX_HEAD_GROUPS = 4096
 MAX_SLICES = 4096
@@ -97,7 +98,7 @@ def _check_pipeline(pipeline: Any, where: str, *, num_schemes: int) -> None:
 
 
 def _check_micro_batch(micro_batch: Any) -> None:
-    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler", "weights_s", "slices"} | _ACTIVATIONS)
+    _check_keys(micro_batch, "", _MICRO_BATCH, optional=_OPTIONAL | _ACTIVATIONS)
     ids, lengths = micro_batch["ids"], micro_batch["lengths"]
     _check_ints(ids, ".ids", 0, MAX_ID)
     _check_ints(lengths, ".lengths", 1, MOST_TOKENS)
@@ -117,6 +118,8 @@ def _check_micro_batch(micro_batch: Any) -> None:
     _check_int(micro_batch["peak_bytes"], ".peak_bytes", 0, MAX_BYTES)
     if "slices" in micro_batch:
         _check_slices(micro_batch["slices"])
+    if "placement" in micro_batch:
+        _check_placement(micro_batch["placement"])
     if micro_batch["methods"] is not None:
         _check_words(micro_batch["methods"], ".methods", _METHODS)
     if micro_batch["recompute"] is not None:
@@ -135,6 +138,20 @@ def _check_slices(slices: Any) -> None:
             raise _wrong(f".slices[{place}]", "a number of tokens and of seconds", values)
         _check_int(values[0], f".slices[{place}][0]", 1, MAX_PACK_TOKENS)
         _check_seconds(values[1], f".slices[{place}][1]")
+
+
+def _check_placement(placement: Any) -> None:
+    """Check the pieces of every sequence, each a rank of the stage and a number of tokens."""
+    _check_list(placement, ".placement")
+    for number, pieces in enumerate(placement):
+        _check_list(pieces, f".placement[{number}]")
+        for place, piece in enumerate(pieces):
+            where = f".placement[{number}][{place}]"
+            _check_list(piece, where)
+            if len(piece) != 2:
+                raise _wrong(where, "a rank of the stage and a number of tokens", piece)
+            _check_int(piece[0], f"{where}[0]", 0, MAX_DEVICES - 1)
+            _check_int(piece[1], f"{where}[1]", 1, MAX_PACK_TOKENS)
 
 
 def _check_activations(values: dict[str, Any], where: str) -> None:

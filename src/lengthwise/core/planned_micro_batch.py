@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.token_placement import Placement
 
 OVERRIDES = ("methods", "recompute", "offload", "tile_tokens", "head_groups", "keep_attention")
 """What a micro-batch may have of its own in place of its scheme's."""
@@ -45,3 +46,5 @@ class PlannedMicroBatch:
     """Whether recomputed layers keep what attention gave; None: as the scheme says."""
     slices: tuple[PlannedSlice, ...] = ()
     """What the pack's tokens are cut into, in order; empty: they are computed all at once."""
+    placement: Placement = ()
+    """Which ranks of a stage hold which tokens of each sequence; empty: all share every sequence in equal parts."""

@@ -20,6 +20,7 @@ from lengthwise.core.plan_json import micro_batch_from_json, micro_batch_to_json
 from lengthwise.core.plan_values import check_plan_values
 from lengthwise.core.planned_micro_batch import OVERRIDES, PlannedMicroBatch
 from lengthwise.core.read_file import brief
+from lengthwise.core.token_placement import check_placement
 
 PLAN_SCHEMA_VERSION = 2
 
@@ -56,6 +57,10 @@ class Pipeline:
                     f"the slices of a micro-batch have {num:,} tokens in all, its pack has "
                     f"{micro_batch.pack.num_tokens:,}; slices cover every token once"
                 )
+            if micro_batch.placement:
+                if micro_batch.slices:
+                    raise InputError("a micro-batch in slices has no placement: ranks share each slice in equal parts")
+                check_placement(micro_batch.pack.computed_lengths, micro_batch.placement, self.scheme.degree)
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that compute ``stage`` together, ascending; their order is that of their shares of tokens."""
@@ -231,6 +236,7 @@ class StepPlan:
                 if p.scheme.keep_attention or m.keep_attention is not None:
                     overrides += f"a{p.scheme.keep_attention}{m.keep_attention}"
                 overrides += "".join(f"c{tokens}@{_plain(time_s)!r}" for tokens, time_s in m.slices)
+                overrides += f"p{[[tuple(piece) for piece in pieces] for pieces in m.placement]}" if m.placement else ""
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())

@@ -130,9 +130,9 @@ def read_priced_spec(folder: Path) -> ModelSpec:
     return _spec(_Fields(nested or document, path), parts=[] if nested is None else ["everything but the text model"])
 
 
-def trains_in_slices(spec: ModelSpec) -> bool:
-    """Whether stages may compute its micro-batches in slices of tokens: no token sees later ones, and training is by
-    this library's own layers.
+def is_causal_and_own(spec: ModelSpec) -> bool:
+    """Whether its micro-batches may be in slices, or some of their sequences on one rank: no token sees later ones, and
+    training is by this library's own layers.
     """
     return spec.causal and spec.family != PRICED_ONLY
 

@@ -27,6 +27,7 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     placed_strategy,
 )
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
+from lengthwise.plan.heterogeneous.local_sequences import LocalSequences
 from lengthwise.plan.heterogeneous.planned_moves import improved
 from lengthwise.plan.heterogeneous.propose import Proposal, Proposer
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
@@ -92,7 +93,8 @@ class AutoPolicy:
 
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
-        self.bound = SearchSpaceBound(problem, self.candidates, any_recompute=True)
+        self.local = LocalSequences(problem.candidates if problem.local_sequences else ())
+        self.bound = SearchSpaceBound(problem, (*self.candidates, *self.local.candidates), any_recompute=True)
         self.runs, self.split_backwards = FastestRuns(self.candidates), SplitBackwards(self.candidates)
         self.others = others
         self.parts = parts_of(problem.candidates)
@@ -148,6 +150,7 @@ class AutoPolicy:
             drafts += _repacked(priced, drafts)
         drafts = self._improved(priced, drafts)
         drafts += self.split_backwards.faster(priced, drafts)
+        drafts += self.local.faster(priced, drafts)
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 

@@ -48,7 +48,7 @@ def filled_up(problem: PlanningProblem, lattice: SizeBuckets) -> PlanningProblem
     Raises:
         InfeasibleError: no candidate holds the smallest size.
     """
-    candidates = (replace(candidate, sizes=lattice.sizes) for candidate in problem.candidates)
+    candidates = (replace(candidate, sizes=lattice.sizes, longest_local=0) for candidate in problem.candidates)
     return replace(
         problem,
         candidates=tuple(candidate for candidate in candidates if candidate.max_tokens),

@@ -78,8 +78,8 @@ def compare(
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
         options: max_length, over_length, max_degree, max_stages, methods, recompute, offload, shard_gradients,
-            zero_bubble, slices, memory_margin, host_memory_gib, dtype, profile, overlap and seed, as in
-            `lengthwise.plan`.
+            zero_bubble, slices, local_sequences, memory_margin, host_memory_gib, dtype, profile, overlap and seed, as
+            in `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -194,6 +194,7 @@ def comparison_page(
                 "shard_gradients": str(contest.search_space.shard_gradients),
                 "zero_bubble": str(contest.search_space.zero_bubble),
                 "slices": str(contest.search_space.slices),
+                "local_sequences": contest.search_space.local_sequences,
             },
             "ledger": ledger.to_json(),
         },

@@ -37,6 +37,7 @@ class PlanningOptions(TypedDict, total=False):
     shard_gradients: Literal["none", "auto", "all"]
     zero_bubble: Literal["none", "auto", "all"]
     slices: Literal["none", "auto"]
+    local_sequences: bool
     memory_margin: float | None
     host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
@@ -80,6 +81,7 @@ def plan(
         shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
         zero_bubble: stages split backwards to fill their waits: "none" (the default), "auto", where faster, or "all".
         slices: stages compute micro-batches in slices: "auto" (the default), where faster, or "none".
+        local_sequences: whether short sequences may be whole on one of the devices that share a layer, where faster.
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
@@ -124,7 +126,7 @@ def comparison_of(
     from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
-    from lengthwise.models.hf_sizes import trains_in_slices
+    from lengthwise.models.hf_sizes import is_causal_and_own
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
@@ -148,7 +150,8 @@ def comparison_of(
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
         zero_bubble=ZeroBubble(options.get("zero_bubble", "none")),
-        slices=Slices(options.get("slices", "auto")) if trains_in_slices(spec) else Slices.NONE,
+        slices=Slices(options.get("slices", "auto")) if is_causal_and_own(spec) else Slices.NONE,
+        local_sequences=options.get("local_sequences", False) and is_causal_and_own(spec),
     )
     with errors_spelt(spelling):
         view = apply_max_length(

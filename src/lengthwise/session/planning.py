@@ -220,7 +220,8 @@ def make_planner(
         offload=OffloadMode(plan.offload),
         shard_gradients=GradientSharding(plan.shard_gradients),
         zero_bubble=ZeroBubble(plan.zero_bubble),
-        slices=_slices(config, spec),
+        slices=Slices(plan.slices) if _has_passes_of_its_own(config, spec) else Slices.NONE,
+        local_sequences=plan.local_sequences and _has_passes_of_its_own(config, spec),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
         has_head_groups=not config.train.compile,
     )
@@ -246,10 +247,11 @@ def make_planner(
     return with_shapes(planner, plan.shapes) if plan.shapes else planner
 
 
-def _slices(config: Config, spec: LayerStack) -> Slices:
-    """Whether micro-batches may be cut: not where layers are compiled, or tokens see later ones."""
-    is_able = spec.objective == NEXT_TOKEN and not config.train.compile and not config.plan.shapes
-    return Slices(config.plan.slices) if is_able else Slices.NONE
+def _has_passes_of_its_own(config: Config, spec: LayerStack) -> bool:
+    """Whether micro-batches may be in slices, or some of their sequences on one rank: not where layers are compiled, or
+    tokens see later ones.
+    """
+    return spec.objective == NEXT_TOKEN and not config.train.compile and not config.plan.shapes
 
 
 def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | None:

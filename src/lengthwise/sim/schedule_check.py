@@ -16,6 +16,7 @@ from lengthwise.core.pass_order import PassKind, PipelineSchedule
 from lengthwise.core.pipeline_config import GradientShare, Method, WeightShard
 from lengthwise.core.sliced_passes import Slice, slices_of
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.token_placement import share_size, share_sizes
 from lengthwise.core.zero_bubble import pass_orders
 
 
@@ -200,20 +201,22 @@ def _message(
         micro_batch=part.micro_batch,
         number=part.number,
         is_backward=is_backward,
-        num_tokens=num_tokens_of(len(part.tokens), place, pipeline.scheme.degree),
+        num_tokens=_share_size(pipeline, part, place),
     )
 
 
-def num_tokens_of(num_tokens: int, place: int, degree: int) -> int:
-    """Tokens of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
-    num_per_rank, more = divmod(num_tokens, degree)
-    return num_per_rank + (place < more)
+def _share_size(pipeline: Pipeline, part: Slice, place: int) -> int:
+    """Tokens of a slice on the rank at ``place`` of each stage."""
+    micro_batch, degree = pipeline.micro_batches[part.micro_batch], pipeline.scheme.degree
+    if not micro_batch.placement:
+        return share_size(len(part.tokens), place, degree)
+    return share_sizes(micro_batch.pack.computed_lengths, micro_batch.placement, degree)[place]
 
 
 def shares_of(plan: StepPlan, rank: int) -> set[int]:
     """How many tokens ``rank`` holds of what each of its passes computes."""
     return {
-        num_tokens_of(len(part.tokens), pipeline.ranks_of(stage).index(rank), pipeline.scheme.degree)
+        _share_size(pipeline, part, pipeline.ranks_of(stage).index(rank))
         for pipeline in plan.pipelines
         for stage in range(pipeline.scheme.num_stages)
         if rank in pipeline.ranks_of(stage)

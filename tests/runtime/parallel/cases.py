@@ -154,13 +154,13 @@ def _operation(model, operation, operators, x_tD, places=slice(None)):
     return {"output": out_tD.detach(), "input": x_tD.grad, **gradients}
 
 
-def execution_of(model, group, lengths, methods, weights, *, device="cpu", **planned):
+def execution_of(model, group, lengths, methods, weights, *, device="cpu", placement=(), **planned):
     """``planned``: of the activations, as :class:`ActivationPlan` has it."""
     tokens_T, targets_T, cu_seqlens = pack_of(lengths, model.spec)
     tokens_T, targets_T = tokens_T.to(device), targets_T.to(device)
     return StageExecution(
         model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens, methods=methods, weights=weights,
-        activations=activations_of(model.spec, **planned),
+        activations=activations_of(model.spec, **planned), placement=placement,
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ class Candidate:
     """Most tokens of a micro-batch, where the user wants fewer than memory holds."""
     sizes: tuple[int, ...] = ()
     """Tokens that micro-batches are filled up to, ascending; empty: to none."""
+    longest_local: int = 0
+    """Tokens up to which a sequence may be whole on one rank of a stage, which then sends nothing of it; 0: none is."""
     _recomputing: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
     _in_slices: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
 
@@ -144,8 +146,37 @@ class Candidate:
         return int(self.cost.peak_bytes(0, self.scheme, num_devices=self.num_cluster_devices))
 
     def times_s(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds per stage that each sequence adds to a micro-batch."""
+        """Seconds per stage that each sequence adds to a micro-batch, if it is on one rank where it may be."""
+        times_s = self.shared_times_s(lengths)
+        if not self.longest_local:
+            return times_s
+        return np.where(lengths <= self.longest_local, np.minimum(times_s, self.local_times_s(lengths)), times_s)
+
+    def shared_times_s(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds per stage that each sequence adds to a micro-batch if all ranks share it in equal parts."""
         return self.cost.sequence_times_s(lengths, self.scheme)
+
+    def local_times_s(self, lengths: np.ndarray) -> np.ndarray:
+        """The same if each rank has whole sequences, as many of them as the others: as one device, in parallel.
+
+        Raises:
+            InputError: there are no costs of one device.
+        """
+        return self.cost.sequence_times_s(lengths, self._of_one_device) / self.scheme.degree
+
+    def comm_times_s(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds of :meth:`times_s` in communication that computation does not hide."""
+        comm_s = self.cost.comm_times_s(lengths, self.scheme)
+        if not self.longest_local:
+            return comm_s
+        local_s = self.cost.comm_times_s(lengths, self._of_one_device) / self.scheme.degree
+        return np.where(lengths <= self.longest_local, np.minimum(comm_s, local_s), comm_s)
+
+    @cached_property
+    def _of_one_device(self) -> PipelineConfig:
+        """The scheme with stages of one device."""
+        methods = (Method.DENSE,) * self.scheme.num_layers
+        return replace(self.scheme, degree=1, methods=methods, shard_gradients=False)
 
     def weight_times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage of each sequence in gradients of weights that may wait; 0 where backwards are whole."""

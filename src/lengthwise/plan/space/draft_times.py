@@ -24,6 +24,7 @@ from lengthwise.plan.space.draft_plan import (
     runs_of,
     strategy_of,
 )
+from lengthwise.plan.space.placed_sequences import PlacedPack, place_sequences
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.sliced_packs import sliced_pipeline_s
 
@@ -36,6 +37,12 @@ def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
 def phase_times_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
     """Seconds per stage of each pack of each pipeline, overhead included."""
     times_s = _times_without_filler_s(priced, phase)
+    times_s = [
+        [time_s + more_s for time_s, more_s in zip(packs_s, _placed_times_s(priced, pipeline, packs_s))]
+        if any(run.longest_local for run in set(runs_of(pipeline)))
+        else packs_s
+        for pipeline, packs_s in zip(phase, times_s)
+    ]
     if priced.problem.lattice is not None:
         times_s = [
             [time_s + more_s for time_s, more_s in zip(packs_s, _filler_times_s(priced, pipeline))]
@@ -47,6 +54,50 @@ def phase_times_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
         else packs_s
         for pipeline, packs_s in zip(phase, times_s)
     ]
+
+
+def _placed_times_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: Sequence[float]) -> list[float]:
+    """Seconds that each pack takes longer than ``times_s``, what it took if all sequences that may be whole on one rank
+    were, and every rank had as many tokens.
+    """
+    return [
+        0.0 if not run.longest_local else _placed(priced, pipeline, number, time_s)[1]
+        for number, (run, time_s) in enumerate(zip(runs_of(pipeline), times_s))
+    ]
+
+
+def placements(priced: PricedBatch, pipeline: PipelineDraft) -> list[PlacedPack | None]:
+    """Where the sequences of each pack are, in its order; None: all ranks share all of them."""
+    runs = runs_of(pipeline)
+    if pipeline.padded_to or not any(run.longest_local for run in runs):
+        return [None] * len(runs)
+    times_s = _times_without_filler_s(priced, (pipeline,))[0]
+    return [
+        _placed(priced, pipeline, number, time_s)[0] if run.longest_local else None
+        for number, (run, time_s) in enumerate(zip(runs, times_s))
+    ]
+
+
+def _placed(
+    priced: PricedBatch, pipeline: PipelineDraft, number: int, time_s: float
+) -> tuple[PlacedPack | None, float]:
+    """The faster of a placement of one pack and equal parts of all sequences, and by how much it is above ``time_s``.
+
+    A placement adds what ranks send of sequences that are not whole on one, and the tokens that the fullest rank has
+    beyond the mean.
+    """
+    run, lengths = runs_of(pipeline)[number], lengths_of(priced, pipeline, number)
+    placed = place_sequences(
+        tuple(lengths), degree=run.scheme.degree, longest=run.longest_local, most_tokens=run.max_tokens
+    )
+    short = np.array(lengths)
+    sent_s = run.shared_times_s(short) - run.times_s(short)
+    equal_s = float(sent_s.sum())
+    if not placed.placement:
+        return None, equal_s
+    more_s = float(sent_s[[len(pieces) != 1 for pieces in placed.placement]].sum())
+    more_s += max(0.0, time_s + more_s - run.overhead_s) * (placed.of_mean_tokens - 1)
+    return (placed, more_s) if more_s < equal_s else (None, equal_s)
 
 
 def _late_reductions_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: Sequence[float]) -> list[float]:
@@ -257,7 +308,7 @@ def comm_times_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]]) ->
     for candidate, mine in numbers_by_candidate(runs).items():
         flat = np.fromiter(chain.from_iterable(lengths[number] for number in mine), dtype=np.int64)
         starts = [0, *accumulate(len(lengths[number]) for number in mine)][:-1]
-        comm_s[mine] = np.add.reduceat(candidate.cost.comm_times_s(flat, candidate.scheme), starts)
+        comm_s[mine] = np.add.reduceat(candidate.comm_times_s(flat), starts)
     each_s: list[float] = comm_s.tolist()
     return each_s
 

@@ -21,13 +21,14 @@ def next_fewer(candidates: Iterable[Candidate]) -> dict[Candidate, Candidate]:
 
     Layers whose saved tensors are on the host are left out: recomputing fewer of them need not be faster.
     """
-    by_scheme: dict[tuple[PipelineConfig, bool], list[Candidate]] = {}
+    by_scheme: dict[tuple[PipelineConfig, bool, bool], list[Candidate]] = {}
     for candidate in candidates:
         scheme, num_layers = candidate.scheme, candidate.scheme.num_layers
         if not scheme.offload and scheme.recompute == spread(scheme.num_recomputed, num_layers):
             plain = replace(scheme, recompute=(False,) * num_layers)
             for keeps_attention in (scheme.keep_attention,) if any(scheme.recompute) else (False, True):
-                by_scheme.setdefault((plain, keeps_attention), []).append(candidate)
+                key = plain, keeps_attention, candidate.longest_local > 0
+                by_scheme.setdefault(key, []).append(candidate)
     ordered = (sorted(members, key=lambda member: member.scheme.num_recomputed) for members in by_scheme.values())
     return {more: fewer for members in ordered for fewer, more in pairwise(members)}
 

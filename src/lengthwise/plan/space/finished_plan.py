@@ -9,6 +9,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.token_placement import Placement
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import (
     DraftPlan,
@@ -22,10 +23,12 @@ from lengthwise.plan.space.draft_times import (
     comm_times_s,
     draft_times_s,
     issue_order,
+    placements,
     step_times_of,
     weight_times_s,
     whole_update_s,
 )
+from lengthwise.plan.space.placed_sequences import PlacedPack
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.sliced_packs import cut_pack
 
@@ -42,7 +45,8 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
     time_s, bound_s = phases_s + switch_s + update_s, draft.lower_bound_s or update_s
     assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
     packs = [[_packs(priced, pipeline) for pipeline in phase] for phase in draft.phases]
-    figures = iter(_figures(priced, draft, packs, policy))
+    placed = [of_pack for phase in draft.phases for pipeline in phase for of_pack in placements(priced, pipeline)]
+    figures = iter(_figures(priced, draft, packs, placed, policy))
     plan = StepPlan(
         step=batch.step,
         policy=policy,
@@ -85,12 +89,22 @@ def _packs(priced: PricedBatch, pipeline: PipelineDraft) -> list[Pack]:
 
 
 def _figures(
-    priced: PricedBatch, draft: DraftPlan, packs: list[list[list[Pack]]], policy: str
-) -> list[tuple[float, int]]:
-    """Seconds of exposed communication and peak bytes of every pack of a draft plan, checked to fit."""
+    priced: PricedBatch,
+    draft: DraftPlan,
+    packs: list[list[list[Pack]]],
+    placed: list[PlacedPack | None],
+    policy: str,
+) -> list[tuple[float, int, Placement]]:
+    """Seconds of exposed communication, peak bytes and placement of every pack of a draft plan, checked to fit."""
     runs = [run for phase in draft.phases for pipeline in phase for run in runs_of(pipeline)]
     flat = [pack for phase in packs for pipeline in phase for pack in pipeline]
-    tokens = np.array([pack.num_tokens for pack in flat], dtype=np.int64)
+    tokens = np.array(
+        [
+            pack.num_tokens if of_pack is None else max(pack.num_tokens, (of_pack.most_tokens - 1) * degree + 1)
+            for pack, of_pack, degree in zip(flat, placed, [run.scheme.degree for run in runs])
+        ],
+        dtype=np.int64,
+    )
     peaks = np.zeros(len(flat), dtype=np.int64)
     for candidate, mine in numbers_by_candidate(runs).items():
         if (longest := int(tokens[mine].max())) > candidate.max_tokens:
@@ -98,7 +112,10 @@ def _figures(
         peaks[mine] = candidate.peak_bytes(tokens[mine])
     comm_s = comm_times_s(runs, [pack.computed_lengths for pack in flat])
     reduced_s = (0.0 if run.reduction is None else run.reduction.least_s for run in runs)
-    return [(exposed_s + more_s, peak) for exposed_s, more_s, peak in zip(comm_s, reduced_s, peaks.tolist())]
+    return [
+        (exposed_s + more_s, peak, () if of_pack is None else of_pack.placement)
+        for exposed_s, more_s, peak, of_pack in zip(comm_s, reduced_s, peaks.tolist(), placed)
+    ]
 
 
 def _micro_batches(
@@ -106,7 +123,7 @@ def _micro_batches(
     pipeline: PipelineDraft,
     packs: list[Pack],
     times_s: list[float],
-    figures: Iterator[tuple[float, int]],
+    figures: Iterator[tuple[float, int, Placement]],
 ) -> tuple[PlannedMicroBatch, ...]:
     """The packs of a pipeline in issue order; takes one item of ``figures`` for each."""
     scheme = pipeline.candidate.scheme
@@ -125,8 +142,9 @@ def _micro_batches(
             tile_tokens=None if run.scheme.tile_tokens == scheme.tile_tokens else run.scheme.tile_tokens,
             keep_attention=None if run.scheme.keep_attention == scheme.keep_attention else run.scheme.keep_attention,
             head_groups=None if run.scheme.head_groups == scheme.head_groups else run.scheme.head_groups,
+            placement=placement,
         )
-        for pack, run, time_s, (comm_s, peak_bytes) in zip(packs, runs_of(pipeline), times_s, figures)
+        for pack, run, time_s, (comm_s, peak_bytes, placement) in zip(packs, runs_of(pipeline), times_s, figures)
     ]
     return tuple([micro_batches[number] for number in issue_order(priced, pipeline, times_s)])
 

@@ -48,6 +48,8 @@ class PlanningProblem:
     objective: Objective = Objective.FLOW_SHOP
     overhead_per_sequence: bool = False
     """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""
+    local_sequences: bool = False
+    """Whether plans of `auto` may have sequences whole on one rank of a stage."""
     is_waited_for: bool = False
     """Whether training waits while a step is planned, so that `auto` searches no longer than it may gain."""
     searches: dict[str, Future[Any]] = field(init=False, default_factory=dict, repr=False)

@@ -81,6 +81,8 @@ class SearchSpace:
     """Whether stages split backwards, to fill their waits with gradients of weights; auto: whatever is faster."""
     slices: Slices = Slices.NONE
     """Whether pipelines of several stages may cut micro-batches into slices of tokens; auto: whatever is faster."""
+    local_sequences: bool = False
+    """Whether `auto` may have sequences whole on one rank of a stage, where it then sends nothing of them."""
     tile_tokens: int | None = None
     """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
     planned_tile: int = TILE_TOKENS
@@ -188,6 +190,7 @@ def make_problem(
         host_memory_bytes=cluster.device.host_memory_bytes,
         max_length=max_length,
         samples=samples,
+        local_sequences=search_space.local_sequences,
     )
 
 

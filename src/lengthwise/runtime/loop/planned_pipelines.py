@@ -23,6 +23,14 @@ ANY_MODEL_METHODS = (
 """Methods that share the attention of any model: those with whole weights."""
 
 
+_DOES = {
+    "zero_bubble=false": "splits backwards",
+    "slices=none": "cuts micro-batches into slices",
+    "local_sequences=false": "has sequences whole on one of the ranks that share a layer",
+}
+"""What of a plan this library's own models alone do, by how to plan without it."""
+
+
 def make_shard(
     run: MicroBatchMaker, step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False
 ) -> PackShard:
@@ -112,9 +120,10 @@ def check_executable(
         unknown = {
             "zero_bubble=false": scheme.zero_bubble,
             "slices=none": any(m.slices for m in pipeline.micro_batches),
+            "local_sequences=false": any(m.placement for m in pipeline.micro_batches),
         }
         if without := next((setting for setting, is_used in unknown.items() if is_used), None):
-            does = "splits backwards" if scheme.zero_bubble else "cuts micro-batches into slices"
+            does = _DOES[without]
             raise InputError(
                 f"{where}: pipelines[{number}] {does}, which this library's own models alone do; plan with {without}"
             )

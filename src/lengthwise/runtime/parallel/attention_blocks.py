@@ -150,15 +150,33 @@ def finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
+def block_tasks(
+    view: AttentionView, shards: TokenShards, *, rank: int, source: int, rows: np.ndarray | None = None
+) -> tuple[Task, ...]:
     """Attention tasks between the queries of ``rank`` and the keys of ``source``, both in the order of ``view``.
 
     Every query is in one task at most: what it sees of another rank's keys of its sequence are the first ones. In a
     prefix tree it is also in one for each segment that its own continues, and sees all of that one's keys.
+
+    ``rows``: of the keys that are here of another rank's, if not all.
     """
     queries, keys = (np.sort(view.places[shards.places[shard_rank]]) for shard_rank in (rank, source))
+    keys = keys if rows is None or rank == source else keys[rows]
     within = _tasks_within(view, queries, keys, is_local=rank == source)
     return tuple(within if view.tree is None else [*within, *_tasks_before(view.tree, queries, keys)])
+
+
+def rows_that_travel(view: AttentionView, shards: TokenShards) -> tuple[np.ndarray | None, ...]:
+    """For each rank the rows, in the order of ``view``, of keys of sequences that other ranks hold tokens of, too; None
+    where those are all of its rows, where no plan has placed any sequence, and in prefix trees.
+    """
+    if not shards.is_placed or view.tree is not None:
+        return (None,) * len(shards.places)
+    bounds = np.asarray(view.cu_seqlens)
+    sequences = [np.searchsorted(bounds, np.sort(view.places[p]), side="right") - 1 for p in shards.places]
+    num_ranks = np.bincount(np.concatenate([np.unique(of_rank) for of_rank in sequences]), minlength=len(bounds))
+    travels = [num_ranks[of_rank] > 1 for of_rank in sequences]
+    return tuple(None if flags.all() else np.flatnonzero(flags) for flags in travels)
 
 
 def _tasks_before(tree: PrefixTree, queries: np.ndarray, keys: np.ndarray) -> Iterator[Task]:

@@ -49,13 +49,15 @@ class Ring:
 
     group: Group
     sizes: tuple[int, ...]
-    """Tokens of each rank."""
+    """Tokens of each rank whose keys and values travel: those of sequences that other ranks hold tokens of, too."""
     tasks: tuple[tuple[Task, ...], ...]
     """For each rank, what our queries see of its keys."""
     into: Tensor | None = None
     """[t] index that puts this rank's tokens into the order of the view; None: they are in it."""
     back: Tensor | None = None
     """[t] index that undoes ``into``."""
+    travelling: Tensor | None = None
+    """Index of this rank's rows that travel, in the order of the view; None: all do."""
     packed_tasks: dict[int, tuple[PackedTask, ...]] = field(default_factory=dict)
     """``tasks`` as few launches for each rank, made at first use."""
     _schedules: dict[bool, RingSchedule] = field(init=False, default_factory=dict)
@@ -71,7 +73,10 @@ class Ring:
                 source: HopTasks(
                     tasks=of_hop,
                     is_first=tuple(next(is_first) for _ in of_hop),
-                    keys=FirstWrites.of([task.key_runs for task in of_hop], self.sizes[source]),
+                    keys=FirstWrites.of(
+                        [task.key_runs for task in of_hop],
+                        len(q) if self.travelling is not None and source == self.group.rank else self.sizes[source],
+                    ),
                 )
                 for source, of_hop in tasks.items()
             }
@@ -144,6 +149,17 @@ class Ring:
         arriving = self.sizes[self.source(step + 1)]
         return self.group.ring_shift(block, (block.shape[0], arriving, *block.shape[2:]), tag=tag)
 
+    def leaving(self, block: Tensor) -> Tensor:
+        """The rows of this rank's block ``[n, t, ...]`` that travel."""
+        return block if self.travelling is None else block[:, self.travelling]
+
+    def brought_home(self, own: Tensor, sums: Tensor) -> Tensor:
+        """The gradients ``own`` that this rank has of its block, with the sums over all ranks where rows travel."""
+        if self.travelling is None:
+            return sums
+        own[:, self.travelling] = sums
+        return own
+
     def blocks(self, *tensors: Tensor) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         """Each rank and its ``tensors``, such as keys and values, this rank's first; p - 1 hops, each under way while
         the block before is used.
@@ -151,11 +167,11 @@ class Ring:
         if self.group.size == 1:
             yield self.group.rank, tensors
             return
-        block = torch.stack(tensors)
+        block = self.leaving(torch.stack(tensors))
         for step in range(self.group.size):
             coming = self.hop(block, step, tag=BLOCKS) if step + 1 < self.group.size else None
             try:
-                yield self.source(step), block.unbind()
+                yield self.source(step), block.unbind() if step or self.travelling is None else tensors
             finally:  # also where the attention fails: nothing may be on its way into memory that is let go
                 block = block if coming is None else coming.wait()
 
@@ -164,9 +180,12 @@ class Ring:
 
         p hops: they follow their block and collect what each rank adds.
         """
+        own: Tensor | None = None
         travelling: AsyncResult | None = None
         try:
             for step, gradient in enumerate(gradients):
+                if own is None:
+                    own, gradient = gradient, self.leaving(gradient)
                 arriving, travelling = travelling, None
                 if arriving is not None:
                     gradient += arriving.wait()
@@ -175,8 +194,8 @@ class Ring:
             if travelling is not None:
                 travelling.wait()
             raise
-        assert travelling is not None, "there is one rank at least"
-        return travelling.wait()
+        assert own is not None and travelling is not None, "there is one rank at least"
+        return self.brought_home(own, travelling.wait())
 
     def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
         """What an attention over the ring issues, or its backward: hops of blocks of ``row_size`` numbers a token."""
@@ -202,21 +221,23 @@ class GatheredBlocks(Ring):
 
     def blocks(self, *tensors: Tensor) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         """Each rank and its ``tensors``, in order: one all-to-all."""
-        block = torch.stack(tensors)
+        block = self.leaving(torch.stack(tensors))
         row_size = block.shape[0] * block.shape[2:].numel()
         sizes = [size * row_size for size in self.sizes]
         sent = block.flatten().repeat(self.group.size)
         gathered = self.group.all_to_all(sent, [block.numel()] * self.group.size, sizes)
         for source, part in zip(self.sources, gathered.split(sizes)):
-            yield source, part.view(block.shape[0], self.sizes[source], *block.shape[2:]).unbind()
+            is_own = source == self.group.rank
+            yield source, tensors if is_own else part.view(len(block), self.sizes[source], *block.shape[2:]).unbind()
 
     def collect(self, gradients: Iterable[Tensor]) -> Tensor:
         """Sum the gradients of this rank's block over all ranks: one all-to-all."""
         parts = list(gradients)
-        home = parts[self.group.rank]
+        own = parts[self.group.rank]
+        home = parts[self.group.rank] = self.leaving(own)
         sent = torch.cat([part.flatten() for part in parts])
         received = self.group.all_to_all(sent, [part.numel() for part in parts], [home.numel()] * self.group.size)
-        return received.view(self.group.size, *home.shape).sum(0)
+        return self.brought_home(own, received.view(self.group.size, *home.shape).sum(0))
 
     def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
         """The all-to-all of blocks and, in the backward, that of their gradients."""

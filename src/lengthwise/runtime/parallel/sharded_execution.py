@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.layout import row_bounds
 from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.core.token_placement import Placement
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
@@ -44,10 +45,11 @@ class StageExecution:
         activations: ActivationPlan = KEEP_ALL,
         layers: range | None = None,
         watch: ExecutionWatch | None = None,
+        placement: Placement = (),
     ) -> None:
         """Tokens and targets, of a slice of the pack or all of it, are best on the host, as ranks look at them there.
 
-        ``methods``: one per layer; ``layers``: of this stage, or all of them.
+        ``methods``: one per layer; ``layers``: of this stage, or all of them; ``placement``: of the pack's sequences.
 
         The model's weights are whole, or this rank's rows of :func:`~lengthwise.core.layout.row_bounds`.
 
@@ -61,7 +63,7 @@ class StageExecution:
         self._vocabulary = row_bounds("embedding", model.spec, degree=group.size)
         views = activations.views(model.views(cu_seqlens))
         cu_seqlens = cu_seqlens if activations.part is None else activations.part.cu_seqlens
-        shards = shard_tokens(cu_seqlens, degree=group.size, causal=model.spec.causal)
+        shards = shard_tokens(cu_seqlens, degree=group.size, causal=model.spec.causal, placement=placement)
         self._places, self._offsets = shards.places, views[0].offsets
         self._tokens_T, self._targets_T, self._device = tokens_T.cpu(), targets_T.cpu(), _device_of(model)
         self._views = [

@@ -21,7 +21,7 @@ from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, LayerWeights, Tables
 from lengthwise.runtime.models.products import Products
 from lengthwise.runtime.models.tiles import Tiles
-from lengthwise.runtime.parallel.attention_blocks import block_tasks
+from lengthwise.runtime.parallel.attention_blocks import block_tasks, rows_that_travel
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.group_exchange import HeadGroup, split_heads_in_groups
 from lengthwise.runtime.parallel.head_exchange import Neighbours, UlyssesShards
@@ -139,13 +139,19 @@ class StageView:
         """The ring of the ranks at the same place of each ``size`` neighbours, which hold their tokens together."""
         shards, place = self.shards.merged(size), self.group.rank // size
         ranks = self.group.ranks[self.group.rank % size :: size]
-        tasks = [block_tasks(self.view, shards, rank=place, source=source) for source in range(len(ranks))]
+        rows = rows_that_travel(self.view, shards)
+        tasks = [
+            block_tasks(self.view, shards, rank=place, source=source, rows=rows[source]) for source in range(len(ranks))
+        ]
         own_places = self.view.places[shards.places[place]]
         is_sorted = bool(np.all(np.diff(own_places) > 0))
         return kind(
             group=replace(self.group, rank=place, ranks=ranks),
-            sizes=shards.sizes,
+            sizes=tuple(
+                size if travelling is None else len(travelling) for size, travelling in zip(shards.sizes, rows)
+            ),
             tasks=tuple(tasks),
+            travelling=None if (own := rows[place]) is None else self._index(own),
             into=None if is_sorted else self._index(np.argsort(own_places)),
             back=None if is_sorted else self._index(np.argsort(np.argsort(own_places))),
         )

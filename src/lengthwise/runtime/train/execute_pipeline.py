@@ -297,6 +297,7 @@ class WeightPhaseRun:
             activations=activations,
             layers=layers,
             watch=self._watch,
+            placement=micro_batch.placement,
         )
 
     def _feed(self, operation: Operation, micro_batch: PlannedMicroBatch) -> tuple[MicroBatchTensors, PackSlice | None]:

@@ -1,0 +1,81 @@
+"""Sequences that plans place whole on one rank, or in pieces on some: exact under every method, and sent no further."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
+from lengthwise.core.token_placement import Piece
+from tests.runtime.parallel.cases import SHARDED, WHOLE, able, execution_of, model_of, small, whole_group
+from tests.runtime.parallel.test_exactness import FAMILIES, check
+
+
+def random_placement(lengths, degree, rng):
+    """Of some sequences: all on one rank, in pieces on any, or in equal parts."""
+    placement = []
+    for length in lengths:
+        kind = rng.choice(("one rank", "pieces", "shared"))
+        if kind == "one rank":
+            placement.append((Piece(rng.randrange(degree), length),))
+        elif kind == "pieces":
+            cuts = sorted({0, length, *(rng.randint(0, length) for _ in range(rng.randint(1, 3)))})
+            placement.append(tuple(Piece(rng.randrange(degree), end - start) for start, end in pairwise(cuts)))
+        else:
+            placement.append(())
+    return tuple(placement)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.deep)])
+def test_any_placement_is_exact_under_any_methods(ranks, num_ranks):
+    ranks(num_ranks).run(check_placements, seeds=range(6))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_many_more_placements_are_exact(ranks, num_ranks):
+    for first in range(100, 160, 10):  # fewer at a time than takes ranks to be said to hang
+        ranks(num_ranks).run(check_placements, seeds=range(first, first + 10))
+
+
+def check_placements(seeds):
+    for seed in seeds:
+        rng = random.Random(seed)
+        heads, degree = rng.randint(1, 5), whole_group().size
+        spec = small(num_heads=2 * heads, num_kv_heads=heads, causal=rng.random() < 0.8)
+        lengths = [rng.choice((1, 2, rng.randint(1, 40))) for _ in range(rng.randint(1, 7))]
+        methods = rng.choices(able(rng.choice((SHARDED, WHOLE)), spec, degree), k=2)
+        recompute = [rng.random() < 0.3 for _ in range(2)]
+        check(spec, lengths, methods, recompute=recompute, placement=random_placement(lengths, degree, rng))
+
+
+@pytest.mark.parametrize("method", [Method.RING, Method.ALL_GATHER, Method.COLOSSAL_Z, Method.METP])
+def test_attention_over_several_views_is_exact_under_a_placement(ranks, method):
+    ranks(2).run(check_views, method)
+
+
+def check_views(method):
+    placement = ((Piece(1, 13),), (), (Piece(0, 3), Piece(1, 5)))
+    check(FAMILIES["transformer-2d"], (13, 10, 8), (method,) * 2, placement=placement)
+
+
+@pytest.mark.parametrize("method", [Method.RING, Method.ALL_GATHER])
+def test_keys_and_values_of_sequences_on_one_rank_stay_there(ranks, method):
+    ranks(2).run(check_bytes, method)
+
+
+def check_bytes(method):
+    group, spec, lengths = whole_group(), small(), (10, 8, 6, 4)
+    model, sent = model_of(spec), []
+    for placement in (
+        (),
+        ((), *((Piece(rank, length),) for rank, length in zip((0, 1, 1), lengths[1:]))),
+        tuple((Piece(number % 2, length),) for number, length in enumerate(lengths)),
+    ):
+        whole_group()  # which counts anew
+        execution = execution_of(model, group, lengths, (method,) * 2, WEIGHTS_OF[method], placement=placement)
+        model.run(execution).backward()
+        sent.append(sum(group.sent.num_bytes.values()))
+    everything, of_the_first, nothing = sent
+    assert of_the_first == pytest.approx(everything * lengths[0] / sum(lengths), rel=0.01)
+    assert nothing == 0
