@@ -110,6 +110,10 @@ VALUES = {
     (*MICRO_BATCH, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*MICRO_BATCH, "head_groups"): whole(1, MAX_HEAD_GROUPS),
     (*MICRO_BATCH, "keep_attention"): FLAG,
+    (*MICRO_BATCH, "placement"): (
+        ([[]], [[[0, 9]]], [[[MAX_DEVICES - 1, MAX_PACK_TOKENS]]]),
+        ({}, None, 7, [7], [[7]], [[[0]]], [[[0, 1, 2]]], [[[-1, 9]]], [[[MAX_DEVICES, 9]]], [[[0, 0]]], [[[0, 9.0]]]),
+    ),
 }  # fmt: skip
 
 
@@ -128,7 +132,7 @@ ACTIVATIONS = {"offload", "tile_tokens", "head_groups", "keep_attention"}
 OPTIONAL = {
     (): {"digest", "num_devices", "hidden_update_s"},
     SCHEME: {"shard_gradients", "zero_bubble", "slices", *ACTIVATIONS}, PIPELINE: set(),
-    MICRO_BATCH: {"rows", "filler", "weights_s", "slices", *ACTIVATIONS},
+    MICRO_BATCH: {"rows", "filler", "weights_s", "slices", "placement", *ACTIVATIONS},
 }  # fmt: skip
 
 

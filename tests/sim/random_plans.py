@@ -1,6 +1,7 @@
 """Random batches and random plans for them; no torch."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from lengthwise.core.pipeline_config import (
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.token_placement import Piece, Placement
 
 SPEC = ModelSpec(
     name="test", num_layers=4, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37
@@ -33,7 +35,7 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
     """Any distribution of the sequences over any strategy.
 
     Uneven degrees, stages and packs, ranks in any order, idle pipelines and ranks, two phases, padding, recompute,
-    methods.
+    methods, slices, sequences on some ranks of a stage.
     """
     leaves_idle = random.Random(batch.step)
     schemes = [
@@ -53,7 +55,7 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
         Pipeline(
             ranks=ranks, scheme=scheme, phase=phase,
             micro_batches=tuple(
-                maybe_sliced(batch, random_micro_batch(rng, batch, positions, scheme), scheme) for positions in packs
+                cut_or_placed(batch, random_micro_batch(rng, batch, positions, scheme), scheme) for positions in packs
             ),
         )
         for (phase, ranks, scheme), packs in zip(schemes, held)
@@ -139,6 +141,10 @@ def random_micro_batch(
     return replace(micro_batch, time_s=time_s, weights_s=weights_s, offload=None, tile_tokens=None, head_groups=None)
 
 
+def cut_or_placed(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: PipelineConfig) -> PlannedMicroBatch:
+    return maybe_placed(batch, maybe_sliced(batch, micro_batch, scheme), scheme)
+
+
 def maybe_sliced(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: PipelineConfig) -> PlannedMicroBatch:
     """The micro-batch cut anywhere into any number of slices, half of the time that model and methods can."""
     rng, num_tokens = random.Random(f"{micro_batch.pack.ids} {batch.step}"), micro_batch.pack.num_tokens
@@ -148,3 +154,22 @@ def maybe_sliced(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: Pip
     cuts = [0, *sorted(rng.sample(range(1, num_tokens), rng.randint(1, min(5, num_tokens - 1)))), num_tokens]
     slices = tuple(PlannedSlice(end - start, rng.random()) for start, end in pairwise(cuts))
     return replace(micro_batch, slices=slices, head_groups=None)
+
+
+def maybe_placed(batch: GlobalBatch, micro_batch: PlannedMicroBatch, scheme: PipelineConfig) -> PlannedMicroBatch:
+    """The micro-batch with some of its sequences on one rank or in pieces on any, half of the time that ranks share."""
+    rng = random.Random(f"placed {micro_batch.pack.ids} {batch.step}")
+    if scheme.degree == 1 or micro_batch.slices or micro_batch.pack.padded_to or rng.random() < 0.5:
+        return micro_batch
+    lengths = micro_batch.pack.computed_lengths
+    return replace(micro_batch, placement=random_placement(rng, lengths, scheme.degree))
+
+
+def random_placement(rng: random.Random, lengths: Sequence[int], degree: int) -> Placement:
+    """Of each sequence all on one rank, in pieces on any, or in equal parts on all."""
+    placement = list[tuple[Piece, ...]]()
+    for length in lengths:
+        cuts = [0, *sorted(rng.sample(range(1, length), min(length - 1, rng.choice((0, 0, 1, 3))))), length]
+        pieces = tuple(Piece(rng.randrange(degree), end - start) for start, end in pairwise(cuts))
+        placement.append(() if rng.random() < 0.3 else pieces)
+    return tuple(placement)

@@ -14,13 +14,13 @@ from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.token_placement import share_size
 from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.sim.schedule_check import (
     PASSES,
     OperationKind,
     check_matching,
-    num_tokens_of,
     operations,
     weight_phases_of,
 )
@@ -106,7 +106,7 @@ def test_message_sizes_are_the_token_shares_of_the_ranks(lengths, degree, causal
         ids=tuple(range(len(lengths))), lengths=tuple(lengths), padded_to=padded_to,
         rows=len(lengths) + more_rows if padded_to and more_rows else 0,
     )  # fmt: skip
-    sizes = tuple(num_tokens_of(pack.num_tokens, place, degree) for place in range(degree))
+    sizes = tuple(share_size(pack.num_tokens, place, degree) for place in range(degree))
     assert sizes == shard_tokens(pack.cu_seqlens, degree=degree, causal=causal).sizes
     apart = tuple(accumulate((n for length in lengths for n in (length, padded_to - length) if n > 0), initial=0))
     if padded_to and not pack.rows:  # where padding is a sequence of its own

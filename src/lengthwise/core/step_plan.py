@@ -58,8 +58,9 @@ class Pipeline:
                     f"{micro_batch.pack.num_tokens:,}; slices cover every token once"
                 )
             if micro_batch.placement:
-                if micro_batch.slices:
-                    raise InputError("a micro-batch in slices has no placement: ranks share each slice in equal parts")
+                if micro_batch.slices or micro_batch.pack.padded_to:
+                    kind = "in slices" if micro_batch.slices else "of padded sequences"
+                    raise InputError(f"a micro-batch {kind} has no placement: ranks share its tokens in equal parts")
                 check_placement(micro_batch.pack.computed_lengths, micro_batch.placement, self.scheme.degree)
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:

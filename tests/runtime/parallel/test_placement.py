@@ -1,7 +1,6 @@
 """Sequences that plans place whole on one rank, or in pieces on some: exact under every method, and sent no further."""
 
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -9,21 +8,7 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
 from lengthwise.core.token_placement import Piece
 from tests.runtime.parallel.cases import SHARDED, WHOLE, able, execution_of, model_of, small, whole_group
 from tests.runtime.parallel.test_exactness import FAMILIES, check
-
-
-def random_placement(lengths, degree, rng):
-    """Of some sequences: all on one rank, in pieces on any, or in equal parts."""
-    placement = []
-    for length in lengths:
-        kind = rng.choice(("one rank", "pieces", "shared"))
-        if kind == "one rank":
-            placement.append((Piece(rng.randrange(degree), length),))
-        elif kind == "pieces":
-            cuts = sorted({0, length, *(rng.randint(0, length) for _ in range(rng.randint(1, 3)))})
-            placement.append(tuple(Piece(rng.randrange(degree), end - start) for start, end in pairwise(cuts)))
-        else:
-            placement.append(())
-    return tuple(placement)
+from tests.sim.random_plans import random_placement
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.deep)])
@@ -46,7 +31,7 @@ def check_placements(seeds):
         lengths = [rng.choice((1, 2, rng.randint(1, 40))) for _ in range(rng.randint(1, 7))]
         methods = rng.choices(able(rng.choice((SHARDED, WHOLE)), spec, degree), k=2)
         recompute = [rng.random() < 0.3 for _ in range(2)]
-        check(spec, lengths, methods, recompute=recompute, placement=random_placement(lengths, degree, rng))
+        check(spec, lengths, methods, recompute=recompute, placement=random_placement(rng, lengths, degree))
 
 
 @pytest.mark.parametrize("method", [Method.RING, Method.ALL_GATHER, Method.COLOSSAL_Z, Method.METP])

@@ -25,7 +25,7 @@ LOCAL_METHODS = frozenset({Method.RING, Method.ALL_GATHER})
 """Methods under which ranks send nothing of sequences that one has whole, and which plans place."""
 LOCAL_PART = 2
 """Sequences of at most one over so much of a rank's part of the largest micro-batch may be whole on one rank."""
-MORE_TOKENS, MORE_PAIRS = 0.01, 0.02
+MORE_TOKENS, MORE_PAIRS = 0.002, 0.02
 """How many more tokens, and pairs to attend, than the mean a rank may have."""
 SMALL = 0.01
 """Part of a rank's mean tokens and pairs up to which a sequence goes to the rank that has the least without it."""
@@ -93,7 +93,7 @@ def place_sequences(lengths: tuple[int, ...], *, degree: int, longest: int, most
             for place, pieces in zip(order.tolist(), placement):
                 in_order[place] = pieces
             largest = max(share_sizes(ordered.tolist(), placement, degree))
-            return PlacedPack(tuple(in_order), largest, largest / mean_tokens, most_pairs)
+            return PlacedPack(tuple(in_order), largest, float(largest / mean_tokens), float(most_pairs))
         num_shared, tried = num_shared + tried, 2 * tried
     return PlacedPack((), int(np.ceil(mean_tokens)), 1.0, 1.0)
 
