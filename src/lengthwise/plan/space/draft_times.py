@@ -1,6 +1,6 @@
 """The price of draft plans: seconds of packs, of pipelines and of steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, islice, pairwise
 from math import inf
 from typing import NamedTuple
@@ -194,7 +194,8 @@ def draft_pipeline_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: list
         cover_s = update_cover_s(parts_s, [runs[k].forwards for k in order])
         return sliced_pipeline_s(ordered, lengths, ordered_s), cover_s
     ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
-    weights_s = [weight_times_s(priced, pipeline, times_s)[k] for k in order] if _is_split(pipeline) else []
+    of_packs_s = weight_times_s(priced, pipeline, times_s) if _is_split(pipeline) else []
+    weights_s = [of_packs_s[k] for k in order] if of_packs_s else []
     num_stages, objective = pipeline.candidate.num_stages, priced.problem.objective
     time_s = pipeline_time_s(ordered_s, num_stages, objective, forwards=forwards, weights_s=weights_s)
     return time_s, update_cover_s(ordered_s, forwards)
@@ -211,11 +212,9 @@ def weight_times_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: Sequen
     """
     if not _is_split(pipeline):
         return [0.0] * len(times_s)
-    lengths = [lengths_of(priced, pipeline, number) for number in range(len(pipeline.packs))]
-    return [
-        min(float(run.weight_times_s(np.array(of_pack)).sum()), run.most_weights * time_s)
-        for run, of_pack, time_s in zip(runs_of(pipeline), lengths, times_s)
-    ]
+    runs = runs_of(pipeline)
+    weights_s = _sums_s(Candidate.weight_times_s, runs, [lengths_of(priced, pipeline, k) for k in range(len(runs))])
+    return [min(of_pack_s, run.most_weights * time_s) for of_pack_s, run, time_s in zip(weights_s, runs, times_s)]
 
 
 class PhaseTime(NamedTuple):
@@ -304,12 +303,19 @@ def _moved_s(
 
 def comm_times_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]]) -> list[float]:
     """Seconds of exposed communication of packs of these lengths."""
-    comm_s = np.zeros(len(runs))
+    return _sums_s(Candidate.comm_times_s, runs, lengths)
+
+
+def _sums_s(
+    times_s: Callable[[Candidate, np.ndarray], np.ndarray], runs: Sequence[Candidate], lengths: Sequence[Sequence[int]]
+) -> list[float]:
+    """Seconds of packs of these lengths: the sums of ``times_s`` of each one's candidate and sequences."""
+    sums_s = np.zeros(len(runs))
     for candidate, mine in numbers_by_candidate(runs).items():
         flat = np.fromiter(chain.from_iterable(lengths[number] for number in mine), dtype=np.int64)
         starts = [0, *accumulate(len(lengths[number]) for number in mine)][:-1]
-        comm_s[mine] = np.add.reduceat(candidate.comm_times_s(flat), starts)
-    each_s: list[float] = comm_s.tolist()
+        sums_s[mine] = np.add.reduceat(times_s(candidate, flat), starts)
+    each_s: list[float] = sums_s.tolist()
     return each_s
 
 

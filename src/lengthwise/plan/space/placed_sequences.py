@@ -11,7 +11,7 @@ how far a placement is from the best is known.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +27,6 @@ LOCAL_PART = 2
 """Sequences of at most one over so much of a rank's part of the largest micro-batch may be whole on one rank."""
 MORE_TOKENS, MORE_PAIRS = 0.002, 0.02
 """How many more tokens, and pairs to attend, than the mean a rank may have."""
-SMALL = 0.01
-"""Part of a rank's mean tokens and pairs up to which a sequence goes to the rank that has the least without it."""
 MOST_KEPT = 1 << 14
 """Packs whose placements are remembered."""
 
@@ -102,22 +100,13 @@ def _dealt(
     lengths: np.ndarray, pairs: np.ndarray, num_shared: int, degree: int, means: tuple[float, float]
 ) -> list[int]:
     """The rank of each sequence, the longest first, but for the first ``num_shared``: -1, all ranks share them."""
-    loads = np.empty((2, degree))
-    loads[0], loads[1] = (of[:num_shared].sum() / degree / mean for of, mean in zip((lengths, pairs), means))
-    ranks, added = [-1] * num_shared, (np.stack([lengths, pairs])[:, num_shared:] / np.array(means)[:, None]).T
-    num_large = int((added.max(axis=1, initial=0.0) > SMALL).sum())
-    for adds in added[:num_large]:
-        rank = int((loads + adds[:, None]).max(axis=0).argmin())
-        loads[:, rank] += adds
-        ranks.append(rank)
-    ends = [
-        (max(tokens, to_attend), rank, tokens, to_attend) for rank, (tokens, to_attend) in enumerate(loads.T.tolist())
-    ]
-    heapify(ends)
-    for tokens, to_attend in added[num_large:].tolist():
-        _, rank, with_tokens, with_pairs = ends[0]
+    shared = [float(of[:num_shared].sum() / degree / mean) for of, mean in zip((lengths, pairs), means)]
+    loads = [(max(shared), rank, shared[0], shared[1]) for rank in range(degree)]
+    ranks = [-1] * num_shared
+    for tokens, to_attend in (np.stack([lengths, pairs])[:, num_shared:] / np.array(means)[:, None]).T.tolist():
+        _, rank, with_tokens, with_pairs = loads[0]
         load = with_tokens + tokens, with_pairs + to_attend
-        heapreplace(ends, (max(load), rank, *load))
+        heapreplace(loads, (max(load), rank, *load))
         ranks.append(rank)
     return ranks
 
@@ -128,9 +117,11 @@ def _within(lengths: Sequence[int], ranks: Sequence[int], limit: int, degree: in
         (Piece(rank, length),) if rank >= 0 else () for rank, length in zip(ranks, lengths)
     ]
     sizes = share_sizes(lengths, tuple(pieces), degree)
-    mean = -(-sum(lengths) // degree)
-    for rank in range(degree):
-        whole = [number for number, of_rank in enumerate(ranks) if of_rank == rank] if sizes[rank] > limit else []
+    mean, on_rank = -(-sum(lengths) // degree), [list[int]() for _ in range(degree)]
+    for number, rank in enumerate(ranks):
+        if rank >= 0:
+            on_rank[rank].append(number)
+    for rank, whole in enumerate(on_rank):
         while sizes[rank] > limit and whole:
             excess = sizes[rank] - mean
             number = next((n for n in reversed(whole) if lengths[n] > excess), whole[0])
