@@ -38,7 +38,7 @@ MOVES = {
     "slices": {"slices": "none"},
     "split backwards": {"zero_bubble": "none"},
 }
-"""Each move and the options without it; with all, split backwards too, which are not by default."""
+"""Each move and the options without it."""
 ABLATED = ("llama-7b", "llama-13b", "llama-32b")
 SPEC = replace(model_preset("llama-mini"), tied_embeddings=False)
 
@@ -94,7 +94,7 @@ def print_ablation(models: list[str], gpus: list[int], corpora: list[str], steps
                     plans = lengthwise.plan(
                         lengths_of(corpus, tokens), model=model, cluster=f"{count // 8}x8xH100-80GB", steps=steps,
                         tokens_per_step=None if corpus == "githubcode" else tokens,
-                        **{"zero_bubble": "auto", **options},
+                        **options,
                     )  # fmt: skip
                     seconds.append(sum(plan.time_s for plan in plans) / steps)
                 ratios.append([other_s / seconds[0] for other_s in seconds[1:]])

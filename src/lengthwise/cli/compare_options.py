@@ -76,7 +76,8 @@ ShardGradients = Annotated[
     GradientSharding, typer.Option(help="Whether ranks that share whole weights keep shares of their gradients.")
 ]
 ZeroBubbleOption = Annotated[
-    ZeroBubble, typer.Option("--zero-bubble", help="Whether stages split backwards to fill their waits (ZB-H1).")
+    ZeroBubble,
+    typer.Option("--zero-bubble", help="Whether stages split backwards to fill their waits (ZB-H1), where faster."),
 ]
 SlicesOption = Annotated[
     Slices, typer.Option("--slices", help="Whether stages compute micro-batches in slices of tokens, where faster.")

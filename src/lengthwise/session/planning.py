@@ -14,6 +14,7 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
+from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
@@ -219,7 +220,7 @@ def make_planner(
         head_layers=spec.head_layers,
         offload=OffloadMode(plan.offload),
         shard_gradients=GradientSharding(plan.shard_gradients),
-        zero_bubble=ZeroBubble(plan.zero_bubble),
+        zero_bubble=_zero_bubble(config),
         slices=Slices(plan.slices) if _has_passes_of_its_own(config, spec) else Slices.NONE,
         local_sequences=plan.local_sequences and _has_passes_of_its_own(config, spec),
         tile_tokens=0 if config.train.compile and plan.tile_tokens is None else plan.tile_tokens,
@@ -245,6 +246,13 @@ def make_planner(
     )
     planner = Planner(policy=plan.policy, problem=problem, lr_scaling=lr_scaling(config, corpus, spec.objective))
     return with_shapes(planner, plan.shapes) if plan.shapes else planner
+
+
+def _zero_bubble(config: Config) -> ZeroBubble:
+    """Which pipelines may split backwards: none by themselves where layers are compiled, or forwards all come first."""
+    is_whole = config.train.compile or config.train.schedule != PipelineSchedule.ONE_F_ONE_B
+    mode = ZeroBubble(config.plan.zero_bubble)
+    return ZeroBubble.NONE if mode is ZeroBubble.AUTO and is_whole else mode
 
 
 def _has_passes_of_its_own(config: Config, spec: LayerStack) -> bool:

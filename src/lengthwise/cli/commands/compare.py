@@ -39,7 +39,7 @@ def run(
     recompute: its.Recompute = RecomputeMode.AUTO,
     offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
     shard_gradients: its.ShardGradients = its.GradientSharding.AUTO,
-    zero_bubble: its.ZeroBubbleOption = its.ZeroBubble.NONE,
+    zero_bubble: its.ZeroBubbleOption = its.ZeroBubble.AUTO,
     slices: its.SlicesOption = its.Slices.AUTO,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,

@@ -5,6 +5,7 @@ order of a floor below their time, and a trial ends as soon as floors alone show
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -92,15 +93,22 @@ def _octaves(problem: PlanningProblem) -> np.ndarray:
 def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
     """Candidates that hold the longest sequence of the run; equal pipelines of some may leave devices idle.
 
-    Of these policies' systems none cuts micro-batches into slices: such schemes are for what fits under no other.
+    Of these policies' systems none cuts micro-batches into slices or splits backwards: such schemes are for what fits
+    under no other, and for where there are no others.
 
     Raises:
         InfeasibleError: there is none.
     """
     fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
-        uncut = [candidate for candidate in fitting if candidate.scheme.slices == 1]
-        return few_recomputes(uncut or fitting)
+        whole = {candidate.scheme for candidate in fitting if not candidate.scheme.zero_bubble}
+        plain = [
+            candidate
+            for candidate in fitting
+            if candidate.scheme.slices == 1
+            and not (candidate.scheme.zero_bubble and replace(candidate.scheme, zero_bubble=False) in whole)
+        ]
+        return few_recomputes(plain or fitting)
     leanest = problem.leanest
     raise InfeasibleError(
         f"policy {policy} runs equal pipelines of one scheme: a sequence of {problem.max_length:,} tokens "
