@@ -23,8 +23,8 @@ FIRST = (
     "**Simulated**, not measured on GPUs: every policy plans the same global batches, the simulator runs the plans "
     "under closed-form costs of 80 GB H100s in nodes of 8. Lengths are synthetic, made to match what papers say of "
     "their data. All policies have the same pool of schemes: every degree, up to 8 stages, any number of recomputed "
-    "layers, activations and optimizer on the host, gradients sharded and micro-batches in slices where that pays, "
-    "methods ulysses, ring, megatron_ts, megatron_cz, ulysses_z and metp; each takes from it what its paper uses."
+    "layers, activations and optimizer on the host, gradients sharded, micro-batches in slices and backwards split "
+    "where that pays, methods ulysses, ring, megatron_ts, megatron_cz, ulysses_z and metp; each takes from it what its paper uses."
 )
 BASELINES = ("padded", "static", "bucket", "packed")
 PUBLISHED = ("hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis")

@@ -6,6 +6,7 @@ from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.plan.space.sliced_packs import Slices
+from lengthwise.plan.space.split_backwards import ZeroBubble
 from lengthwise.report.pages.compare_results import ClusterResult
 from lengthwise.session.compare_policies import ComparedCluster, PolicyComparison
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
@@ -63,7 +64,10 @@ def setting(
     comparison = PolicyComparison(
         model=spec,
         dtype="bfloat16",
-        search_space=search_space or SearchSpace(methods=METHODS, shard_gradients=GradientSharding.AUTO, slices=slices),
+        search_space=search_space
+        or SearchSpace(
+            methods=METHODS, shard_gradients=GradientSharding.AUTO, zero_bubble=ZeroBubble.AUTO, slices=slices
+        ),
         policies=policies,
         lengths=index,
         num_steps=steps,
