@@ -24,7 +24,8 @@ FIRST = (
     "under closed-form costs of 80 GB H100s in nodes of 8. Lengths are synthetic, made to match what papers say of "
     "their data. All policies have the same pool of schemes: every degree, up to 8 stages, any number of recomputed "
     "layers, activations and optimizer on the host, gradients sharded, micro-batches in slices and backwards split "
-    "where that pays, methods ulysses, ring, megatron_ts, megatron_cz, ulysses_z and metp; each takes from it what its paper uses."
+    "where that pays, methods ulysses, ring, megatron_ts, megatron_cz, ulysses_z and metp; each takes from it what its "
+    "paper uses."
 )
 BASELINES = ("padded", "static", "bucket", "packed")
 PUBLISHED = ("hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis")
