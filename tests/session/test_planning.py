@@ -168,6 +168,25 @@ def test_degree_and_stages_are_those_of_the_cluster_unless_settings_limit_them(s
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "splits", "places"),
+    [
+        ([], True, False),
+        (["plan.zero_bubble=none", "plan.local_sequences=true"], False, True),
+        (["train.schedule=gpipe"], False, False),
+        (["train.compile=true", "plan.shapes=2", "plan.local_sequences=true"], False, False),
+        (["model.preset=bert-tiny", "plan.local_sequences=true"], True, False),
+    ],
+)
+def test_stages_split_backwards_and_ranks_have_whole_sequences_where_runs_can(settings, splits, places):
+    config, cluster = load(None, ["model.preset=llama-tiny", *settings]), cluster_preset("4xcpu")
+    spec = model_preset(config.model.preset)
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    problem = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES).problem
+    assert any(candidate.scheme.zero_bubble for candidate in problem.candidates) == splits
+    assert problem.local_sequences == places
+
+
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
 def test_policies_are_tuned_on_batches_that_the_run_does_not_compute(order):
     """Random ones, whatever the order: a sorted run's first batches are alike."""
