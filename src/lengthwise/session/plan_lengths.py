@@ -56,7 +56,7 @@ def plan(
     tokens_per_step: int | None = None,
     **options: Unpack[PlanningOptions],
 ) -> "list[StepPlan]":
-    """Plan the first steps of training on sequences of these lengths.
+    """Plan the first steps of training on sequences of these lengths: one plan a step.
 
     Each plan says which ranks compute which sequences in which micro-batches, under which parallel configuration, how
     long that takes, and a time that no plan can beat. Costs come from the data sheet, and no GPU is needed.
@@ -88,8 +88,6 @@ def plan(
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
         overlap: share of every update that passes hide, from 0 to 1; None (the default): as their lengths say.
         seed: of the order of the sequences; 0 by default.
-
-    Returns: one plan a step.
 
     Raises:
         InputError: a name is not known, or a value is out of its range.

@@ -1,16 +1,12 @@
 """Plans that may have sequences whole on one rank of a stage: never slower, within their bound, and as executed."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 import lengthwise
-from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.token_placement import share_sizes
 from lengthwise.data.synthetic import synthetic_lengths
-from lengthwise.runtime.loop.planned_pipelines import check_executable as check_any_model
 from lengthwise.sim.engine import simulate
 
 
@@ -46,12 +42,3 @@ def test_memory_counts_the_fullest_rank():
             m for _, m in placed(plan) if m.recompute == micro_batch.recompute and m.methods == micro_batch.methods
         ]
         assert max(alike, key=lambda m: m.peak_bytes).peak_bytes >= micro_batch.peak_bytes
-
-
-def test_prepared_models_refuse_such_plans():
-    (plan,) = plans_of(True, LENGTHS, max_stages=1)
-    kept = tuple(p for p in plan.pipelines if any(m.placement for m in p.micro_batches))[:1]
-    ranks = tuple(range(len(kept[0].ranks)))
-    plan = replace(plan, pipelines=(replace(kept[0], ranks=ranks),), num_devices=0)
-    with pytest.raises(InputError, match="has sequences whole on one of the ranks that share a layer, which this lib"):
-        check_any_model(plan, 32, len(ranks), stage_problem="")

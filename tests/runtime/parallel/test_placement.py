@@ -1,14 +1,18 @@
 """Sequences that plans place whole on one rank, or in pieces on some: exact under every method, and sent no further."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, uniform_scheme
 from lengthwise.core.token_placement import Piece
+from lengthwise.runtime.loop.planned_pipelines import check_executable as check_any_model
 from tests.runtime.parallel.cases import SHARDED, WHOLE, able, execution_of, model_of, small, whole_group
 from tests.runtime.parallel.test_exactness import FAMILIES, check
-from tests.sim.random_plans import random_placement
+from tests.runtime.train.test_execute_pipeline import batch_of, plan_of
+from tests.sim.random_plans import SPEC, random_placement
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.deep)])
@@ -64,3 +68,14 @@ def check_bytes(method):
     everything, of_the_first, nothing = sent
     assert of_the_first == pytest.approx(everything * lengths[0] / sum(lengths), rel=0.01)
     assert nothing == 0
+
+
+def test_prepared_models_refuse_plans_with_a_placement():
+    plan = plan_of(
+        batch_of(9, 4, 7), ((0, 1), uniform_scheme(SPEC.num_layers, degree=2, method=Method.RING), [[0, 1, 2]], 0)
+    )
+    (pipeline,) = plan.pipelines
+    placed = replace(pipeline.micro_batches[0], placement=((), (Piece(1, 4),), ()))
+    plan = replace(plan, pipelines=(replace(pipeline, micro_batches=(placed,)),))
+    with pytest.raises(InputError, match="has sequences whole on one of the ranks that share a layer, which this lib"):
+        check_any_model(plan, SPEC.num_layers, 2, stage_problem="")

@@ -157,7 +157,7 @@ class Candidate:
         return self.cost.sequence_times_s(lengths, self.scheme)
 
     def local_times_s(self, lengths: np.ndarray) -> np.ndarray:
-        """The same if each rank has whole sequences, as many of them as the others: as one device, in parallel.
+        """Seconds per stage that each sequence adds if ranks have whole sequences, all as many: as one device each.
 
         Raises:
             InputError: there are no costs of one device.

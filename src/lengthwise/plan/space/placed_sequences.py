@@ -45,7 +45,7 @@ class PlacedPack(NamedTuple):
 
 
 def with_local_sequences(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those of the candidates under whose methods short sequences may be whole on one rank, where they are."""
+    """Candidates for packs whose short sequences are whole on one rank, for those under whose methods that pays."""
     return tuple(
         replace(candidate, longest_local=candidate.max_tokens // (LOCAL_PART * candidate.scheme.degree))
         for candidate in candidates
@@ -121,11 +121,11 @@ def _within(lengths: Sequence[int], ranks: Sequence[int], limit: int, degree: in
     for number, rank in enumerate(ranks):
         if rank >= 0:
             on_rank[rank].append(number)
-    for rank, whole in enumerate(on_rank):
-        while sizes[rank] > limit and whole:
+    for rank, numbers in enumerate(on_rank):
+        while sizes[rank] > limit and numbers:
             excess = sizes[rank] - mean
-            number = next((n for n in reversed(whole) if lengths[n] > excess), whole[0])
-            whole.remove(number)
+            number = next((n for n in reversed(numbers) if lengths[n] > excess), numbers[0])
+            numbers.remove(number)
             moved = min(excess, lengths[number])
             parts = [Piece(rank, lengths[number] - moved)] if moved < lengths[number] else []
             while moved:

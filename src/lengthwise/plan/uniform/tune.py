@@ -101,12 +101,12 @@ def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidat
     """
     fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
-        whole = {candidate.scheme for candidate in fitting if not candidate.scheme.zero_bubble}
+        run_1f1b = {candidate.scheme for candidate in fitting if not candidate.scheme.zero_bubble}
         plain = [
             candidate
             for candidate in fitting
             if candidate.scheme.slices == 1
-            and not (candidate.scheme.zero_bubble and replace(candidate.scheme, zero_bubble=False) in whole)
+            and not (candidate.scheme.zero_bubble and replace(candidate.scheme, zero_bubble=False) in run_1f1b)
         ]
         return few_recomputes(plain or fitting)
     leanest = problem.leanest

@@ -153,12 +153,12 @@ class Ring:
         """The rows of this rank's block ``[n, t, ...]`` that travel."""
         return block if self.travelling is None else block[:, self.travelling]
 
-    def brought_home(self, own: Tensor, sums: Tensor) -> Tensor:
-        """The gradients ``own`` that this rank has of its block, with the sums over all ranks where rows travel."""
+    def brought_home(self, own_gradients: Tensor, sums: Tensor) -> Tensor:
+        """The gradients that this rank has of its own block, with the sums over all ranks where rows travel."""
         if self.travelling is None:
             return sums
-        own[:, self.travelling] = sums
-        return own
+        own_gradients[:, self.travelling] = sums
+        return own_gradients
 
     def blocks(self, *tensors: Tensor) -> Generator[tuple[int, tuple[Tensor, ...]]]:
         """Each rank and its ``tensors``, such as keys and values, this rank's first; p - 1 hops, each under way while
@@ -180,12 +180,12 @@ class Ring:
 
         p hops: they follow their block and collect what each rank adds.
         """
-        own: Tensor | None = None
+        own_gradients: Tensor | None = None
         travelling: AsyncResult | None = None
         try:
             for step, gradient in enumerate(gradients):
-                if own is None:
-                    own, gradient = gradient, self.leaving(gradient)
+                if own_gradients is None:
+                    own_gradients, gradient = gradient, self.leaving(gradient)
                 arriving, travelling = travelling, None
                 if arriving is not None:
                     gradient += arriving.wait()
@@ -194,8 +194,8 @@ class Ring:
             if travelling is not None:
                 travelling.wait()
             raise
-        assert own is not None and travelling is not None, "there is one rank at least"
-        return self.brought_home(own, travelling.wait())
+        assert own_gradients is not None and travelling is not None, "there is one rank at least"
+        return self.brought_home(own_gradients, travelling.wait())
 
     def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
         """What an attention over the ring issues, or its backward: hops of blocks of ``row_size`` numbers a token."""
@@ -233,11 +233,11 @@ class GatheredBlocks(Ring):
     def collect(self, gradients: Iterable[Tensor]) -> Tensor:
         """Sum the gradients of this rank's block over all ranks: one all-to-all."""
         parts = list(gradients)
-        own = parts[self.group.rank]
-        home = parts[self.group.rank] = self.leaving(own)
+        own_gradients = parts[self.group.rank]
+        home = parts[self.group.rank] = self.leaving(own_gradients)
         sent = torch.cat([part.flatten() for part in parts])
         received = self.group.all_to_all(sent, [part.numel() for part in parts], [home.numel()] * self.group.size)
-        return self.brought_home(own, received.view(self.group.size, *home.shape).sum(0))
+        return self.brought_home(own_gradients, received.view(self.group.size, *home.shape).sum(0))
 
     def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
         """The all-to-all of blocks and, in the backward, that of their gradients."""

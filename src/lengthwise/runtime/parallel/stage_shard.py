@@ -151,7 +151,7 @@ class StageView:
                 size if travelling is None else len(travelling) for size, travelling in zip(shards.sizes, rows)
             ),
             tasks=tuple(tasks),
-            travelling=None if (own := rows[place]) is None else self._index(own),
+            travelling=None if (own_rows := rows[place]) is None else self._index(own_rows),
             into=None if is_sorted else self._index(np.argsort(own_places)),
             back=None if is_sorted else self._index(np.argsort(np.argsort(own_places))),
         )
