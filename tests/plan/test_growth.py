@@ -8,7 +8,7 @@ import pytest
 
 from lengthwise.core.one_f_one_b import pipeline_end_s
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.heterogeneous.propose.planned import MOST_PLANNED, PlannedSteps
+from lengthwise.plan.heterogeneous.propose.planned import MOST_PLANNED, PlannedSteps, price_steps
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES, prepare
 from lengthwise.plan.solve.shop import Machines, Objective, schedule
@@ -202,7 +202,7 @@ def test_of_many_jobs_few_pairs_are_looked_at_and_the_schedule_is_as_good():
 def test_large_steps_are_bounded_not_planned_while_strategies_are_compared():
     problem = make_problem(num_devices=4)
     steps = [lengths_of_step(size, longest=20) for size in (200, MOST_PLANNED + 1)]
-    planned = PlannedSteps(problem, steps).under(
+    planned = PlannedSteps(problem, price_steps(problem, steps)).under(
         [(problem.leanest, problem.num_devices // problem.leanest.num_devices)]
     )
     assert planned.time_s(0) > planned.bound_s(0)

@@ -130,7 +130,7 @@ def test_the_estimate_of_balanced_sequences_is_their_time(stages):
     priced = PricedBatch(problem, make_batch([20] * 16 + [50] * 8))
     mode = RangeStrategy(candidate=problem.candidates[0], rounds=stages)
     edges = np.array([0, 20, 100])
-    estimated_s = estimates_s(priced, [mode], edges)[0]
+    estimated_s = estimates_s(priced.problem, [mode], edges, [priced])[0]
     for (i, low), (j, high) in combinations(enumerate(edges.tolist()), 2):
         lengths = [length for length in priced.lengths.tolist() if low < length <= high]
         part = PricedBatch(problem, make_batch(lengths))

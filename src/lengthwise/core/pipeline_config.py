@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from itertools import accumulate, chain
 
 from lengthwise.core.errors import InputError
@@ -136,6 +137,10 @@ class PipelineConfig:
     slices: int = field(default=1, repr=False)
     """Slices that the tokens of each micro-batch are cut into, which follow one another through the stages: forwards in
     order, backwards in reverse. Keys and values of a slice stay for those behind it."""
+
+    def __hash__(self) -> int:
+        """The hash of what tells most schemes apart: planners look up many, and there is one method per layer."""
+        return hash((self.degree, self.stage_layers, self.methods[0], self.recompute, self.offload, self.tile_tokens))
 
     def __post_init__(self) -> None:
         if not any(self.offload):
@@ -316,6 +321,7 @@ def split_layers(num_layers: int, stages: int, *, head_layers: float = 0.0) -> t
     return (*(num_per_stage + (stage < more) for stage in range(stages - 1)), last)
 
 
+@lru_cache(maxsize=4096)
 def spread(count: int, total: int) -> tuple[bool, ...]:
     """``count`` of ``total`` flags set, at even distances."""
     return tuple((place + 1) * count // total > place * count // total for place in range(total))

@@ -67,6 +67,10 @@ class ModelSpec:
     mask_token_id: int | None = None
     """What stands for a masked token where a model that is not causal is trained; a run resolves it."""
 
+    def __hash__(self) -> int:
+        """The hash of what tells most models apart: layers are looked up by their model, which has many fields."""
+        return hash((self.name, self.num_layers, self.hidden_size))
+
     def __post_init__(self) -> None:
         for field, maximum in _MOST.items():
             value, minimum = getattr(self, field), int(field not in _OF_SOME_FAMILIES)

@@ -43,6 +43,16 @@ class Line(NamedTuple):
         num_bytes = self.fixed + self.per_token * tokens
         return num_bytes + self.chunk * np.minimum(tokens, self.chunk_tokens) if self.chunk else num_bytes
 
+    def at_whole(self, tokens: int) -> float:
+        """Bytes for a micro-batch of ``tokens``, the same as :meth:`at` answers."""
+        num_bytes = self.fixed + self.per_token * tokens
+        return num_bytes + self.chunk * min(tokens, self.chunk_tokens) if self.chunk else num_bytes
+
+    def is_within(self, other: "Line") -> bool:
+        """Whether ``other`` is no less for any number of tokens."""
+        is_chunk_within = not self.chunk or (self.chunk <= other.chunk and self.chunk_tokens == other.chunk_tokens)
+        return is_chunk_within and self.fixed <= other.fixed and self.per_token <= other.per_token
+
     def of_share(self, share: float) -> "Line":
         """The line for micro-batches of which a share is computed at once."""
         if share == 1:
@@ -51,7 +61,7 @@ class Line(NamedTuple):
 
     def plus(self, beside: "Line") -> "Line":
         """The line with what is ``beside`` it, which has no chunks."""
-        return self._replace(fixed=self.fixed + beside.fixed, per_token=self.per_token + beside.per_token)
+        return Line(self.fixed + beside.fixed, self.per_token + beside.per_token, self.chunk, self.chunk_tokens)
 
     def most_tokens(self, limit_bytes: float) -> float:
         """About the most tokens within a limit; 0 if none are."""
@@ -100,18 +110,42 @@ class PiecewiseLinearMemory:
         """Bytes per device on a cluster of ``num_devices``; the shape of ``tokens``."""
         return np.maximum.reduce([line.at(tokens) for line in self._of(scheme, num_devices)])
 
-    def most_tokens(self, limit_bytes: float, scheme: PipelineConfig, *, num_devices: int) -> float:
-        """About the most tokens of a micro-batch whose bytes are within a limit; 0 if none are."""
-        return min(line.most_tokens(limit_bytes) for line in self._of(scheme, num_devices))
+    def most_tokens(self, limit_bytes: float, scheme: PipelineConfig, *, num_devices: int) -> int:
+        """The most tokens of a micro-batch whose bytes, rounded down, are within a limit; 0 if none are."""
+        lines = self._of(scheme, num_devices)
+        about = min(line.most_tokens(limit_bytes) for line in lines)
+
+        def fits(tokens: int) -> bool:
+            return int(min(max([line.at_whole(tokens) for line in lines]), MAX_BYTES)) <= limit_bytes
+
+        near_tokens = int(min(about, limit_bytes))
+        for tokens in (near_tokens, near_tokens + 1, near_tokens - 1):  # closed forms round
+            if 0 <= tokens < limit_bytes and (tokens == 0 or fits(tokens)) and not fits(tokens + 1):
+                return tokens
+        needed = partial(self, scheme=scheme, num_devices=num_devices)
+        return most_tokens(lambda tokens: whole_bytes(needed(tokens)), limit_bytes, about=about)
 
     def _of(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
+        """The lines of which some number of tokens may take the most bytes."""
         if num_devices not in self._lines:
-            self._lines[num_devices] = SchemeCache(partial(self._make, num_devices=num_devices))
+            self._lines[num_devices] = SchemeCache(partial(self._make_largest, num_devices=num_devices))
         return self._lines[num_devices](scheme)
+
+    def _make_largest(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
+        largest: list[Line] = []
+        for line in self._make(scheme, num_devices=num_devices):
+            if not any(line.is_within(other) for other in largest):
+                largest = [other for other in largest if not other.is_within(line)] + [line]
+        return tuple(largest)
 
 
 MAX_BYTES = 2.0**62
 """More bytes than any device has, and fewer than overflow an integer."""
+
+
+def whole_bytes(num_bytes: np.ndarray) -> np.ndarray:
+    """Bytes, rounded down to integers."""
+    return np.minimum(num_bytes, MAX_BYTES).astype(np.int64)
 
 
 def most_tokens(needed: Callable[[np.ndarray], np.ndarray], limit_bytes: float, *, about: float | None = None) -> int:
@@ -229,8 +263,7 @@ class SeparableCost(ABC):
     def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        num_bytes = np.asarray(self._bytes(tokens, scheme, num_devices=num_devices))
-        return np.minimum(num_bytes, MAX_BYTES).astype(np.int64)
+        return whole_bytes(np.asarray(self._bytes(tokens, scheme, num_devices=num_devices)))
 
     def host_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes of the host per device: what is put there of micro-batches of ``num_tokens``, and of the model state.
@@ -259,15 +292,14 @@ class SeparableCost(ABC):
 
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device and its share of the host; 0 if not even the state does."""
-        on_device = most_tokens(
-            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes,
-            about=self._about_tokens(scheme, num_devices),
-        )  # fmt: skip
+        on_device = self._most_on_device(scheme, num_devices)
         return min(on_device, self.max_host_tokens(scheme, num_devices=num_devices))
 
-    def _about_tokens(self, scheme: PipelineConfig, num_devices: int) -> float | None:
-        """About the most tokens of a micro-batch that fits a device, if that is known without a search."""
-        return None
+    def _most_on_device(self, scheme: PipelineConfig, num_devices: int) -> int:
+        """Most tokens of a micro-batch that fits a device."""
+        return most_tokens(
+            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes
+        )
 
     def max_host_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch of which the host holds what is put there; no limit where nothing is."""

@@ -5,7 +5,7 @@ from its owners when weights are pulled, and goes to them when gradients are pus
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lengthwise.core.layout import shard_size
 from lengthwise.core.one_f_one_b import UpdateParts
@@ -24,15 +24,20 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
     key/value head group, feed-forward column and vocabulary row; norms, positions and the biases of outputs are whole
     everywhere.
     """
-    p = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
-    groups, columns, rows = (-(-size // p) for size in (model.num_kv_heads, model.ffn_columns, model.vocab_size))
+    shards = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
+    return _held_params(model, scheme.stage_layers[stage], shards, stage == 0, stage == scheme.num_stages - 1)
+
+
+@lru_cache(maxsize=1024)
+def _held_params(model: ModelSpec, num_layers: int, shards: int, is_first: bool, is_last: bool) -> int:
+    """:func:`held_params` of a stage of so many layers, each split among ``shards`` ranks."""
+    groups, columns, rows = (-(-size // shards) for size in (model.num_kv_heads, model.ffn_columns, model.vocab_size))
     group_rows = model.qkv_size // model.num_kv_heads
     proj_rows = model.num_heads // model.num_kv_heads * model.head_size
     bias = groups * group_rows if model.qkv_bias else 0
     attention = groups * (group_rows + proj_rows) * model.hidden_size + bias
     ffn = columns * ((3 if model.gated_ffn else 2) * model.hidden_size + (1 if model.has_all_biases else 0))
-    num_params = scheme.stage_layers[stage] * (attention + ffn + model.layer_whole_params)
-    is_first, is_last = stage == 0, stage == scheme.num_stages - 1
+    num_params = num_layers * (attention + ffn + model.layer_whole_params)
     if is_first:
         num_params += rows * model.hidden_size + model.input_whole_params
     if is_last:

@@ -200,16 +200,20 @@ def proposals_of_parts(
     *,
     of_everything: Sequence[Proposal] = (),
 ) -> Iterator[list[Proposal]]:
-    """Strategies of the search space, ``parts[0]``, unless given, and of those of its parts that do not have all of
-    these; of that without slices in any case, as few of others are looked at beside many with slices.
+    """Strategies of the search space, ``parts[0]``, unless given, and of its parts; not of those that have all that was
+    proposed of a larger part, of everything or in between, as a search of them would find the same. Of that without
+    slices in any case, as few of others are looked at beside many with slices.
     """
     if parts and not of_everything:
         yield (of_everything := proposer.propose(families_of(problem, parts[0])))
+    searched: list[tuple[set[Candidate], Sequence[Proposal]]] = [(set(parts[0]), of_everything)] if parts else []
     for part in parts[1:]:
         members = set(part)
         is_whole = part == tuple([candidate for candidate in parts[0] if candidate.scheme.slices == 1])
-        if is_whole or not all(members.issuperset(_members(proposal)) for proposal in of_everything):
-            yield proposer.propose(families_of(problem, part))
+        of_larger = (proposed for larger, proposed in searched if larger >= members)
+        if is_whole or not any(all(members.issuperset(_members(k)) for k in proposed) for proposed in of_larger):
+            yield (of_part := proposer.propose(families_of(problem, part)))
+            searched += [(members, of_part)] if of_part else []
 
 
 def _members(proposal: Proposal) -> list[Candidate]:

@@ -15,7 +15,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.wording import nearest
 from lengthwise.plan.outside_policy import OutsidePolicy
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase
-from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.problem import PRICED_STEPS, PlanningProblem, PricedBatch
 
 
 class Policy(Protocol):
@@ -87,6 +87,7 @@ def prepare(name: str, problem: PlanningProblem) -> Policy:
             return OutsidePolicy(name, problem)
         module_name, function_name = _PREPARE[name].split(":")
         policy: Policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
+        problem.forget(PRICED_STEPS)  # they hold every schedule that was compared
         return policy
 
     return problem.once(f"policy {name}", make)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
-from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
+from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps, price_steps
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.space.placement import place, placeable
@@ -20,7 +20,7 @@ def lognormal_samples(*, steps, sequences, most, seed=0):
 
 def planned_s(problem, strategy, steps):
     """Planned seconds of each of some steps."""
-    planned = PlannedSteps(problem, steps).under(strategy)
+    planned = PlannedSteps(problem, price_steps(problem, steps)).under(strategy)
     return np.array([planned.time_s(step) for step in range(len(steps))])
 
 

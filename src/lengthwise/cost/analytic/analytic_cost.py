@@ -1,8 +1,9 @@
 """Cost from arithmetic alone: FLOPs over speed, bytes over bandwidth. For planning without a device at hand."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,14 @@ from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.grouped_heads import head_group_counts
-from lengthwise.cost.analytic.layer_bytes import LayerBytes, host_bytes_per_token, layer_bytes
+from lengthwise.cost.analytic.layer_bytes import LayerBytes, host_bytes_per_token, layer_bytes, moving_bytes
 from lengthwise.cost.analytic.stage_memory import (
     CPU_LOGITS_AT_ONCE,
     LOGITS_AT_ONCE,
     MemoryMoment,
     SlicedBytes,
     StageMemory,
+    StageNumbers,
     backward_lines,
     loss_moments,
     num_messages,
@@ -27,8 +29,9 @@ from lengthwise.cost.analytic.stage_memory import (
     sliced_bytes,
     tied_gradient_bytes,
 )
-from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
+from lengthwise.cost.analytic.stage_time import LayerSpeeds, StageTime, sent_s, stage_time
 from lengthwise.cost.gradient_reduction import whole_units
+from lengthwise.cost.links import host_copy_bytes_per_s
 from lengthwise.cost.memory_model import (
     DTYPE_BYTES,
     gradient_bytes,
@@ -64,6 +67,11 @@ class AnalyticCost(SeparableCost):
         )
         speed_error = cluster.device.speed_error
         self.error = None if speed_error is None else CostError(of_times=speed_error)
+        self._speeds = LayerSpeeds(model, cluster=cluster, dtype=dtype)
+        self._layers = SchemeCache(self._layers_of_stages)
+        self._time_of_stage: dict[tuple[Any, ...], StageTime] = {}
+        self._numbers: dict[tuple[Any, ...], StageNumbers] = {}
+        self._moments: dict[tuple[Any, ...], tuple[MemoryMoment, ...]] = {}
         self._stages = SchemeCache(self._make_stages)
         self._host_tokens = SchemeCache(partial(host_bytes_per_token, model, dtype=dtype))
         self._memory = PiecewiseLinearMemory(self._make_lines)
@@ -106,14 +114,8 @@ class AnalyticCost(SeparableCost):
 
     def _make_stages(self, scheme: PipelineConfig) -> tuple[tuple[StageTime, ...], float]:
         """The stages that are the slowest for some length, and the largest overhead of any."""
-        if scheme.num_layers != self.model.num_layers:
-            raise InputError(
-                f"the scheme has {scheme.num_layers} layers, model {self.model.name} has {self.model.num_layers}"
-            )
-        stages = [
-            stage_time(self.model, scheme, stage=stage, cluster=self.cluster, dtype=self.dtype)
-            for stage in range(scheme.num_stages)
-        ]
+        self._refuse_what_cannot_run(scheme)
+        stages = [self._stage_time(scheme, stage) for stage in range(scheme.num_stages)]
         slowest: list[StageTime] = []
         for stage in stages:
             if not any(stage.is_dominated_by(other) for other in slowest):
@@ -122,6 +124,12 @@ class AnalyticCost(SeparableCost):
         reduced_s = 0.0 if reduction is None else reduction.least_s
         return tuple(slowest), max(stage.overhead_s for stage in stages) + reduced_s
 
+    def _stage_time(self, scheme: PipelineConfig, stage: int) -> StageTime:
+        key = self._alike(scheme, stage)
+        if key not in self._time_of_stage:
+            self._time_of_stage[key] = stage_time(self._speeds, scheme, stage=stage)
+        return self._time_of_stage[key]
+
     def head_groups(self, degree: int) -> tuple[int, ...]:
         """Into how many groups plans may cut the heads of each of ``degree`` ranks."""
         return head_group_counts(self.model, degree)
@@ -129,16 +137,36 @@ class AnalyticCost(SeparableCost):
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         return self._memory(tokens, scheme, num_devices=num_devices)
 
-    def _about_tokens(self, scheme: PipelineConfig, num_devices: int) -> float:
+    def _most_on_device(self, scheme: PipelineConfig, num_devices: int) -> int:
         return self._memory.most_tokens(self.memory_limit_bytes, scheme, num_devices=num_devices)
 
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         return self._host_state_bytes(num_devices), self._host_tokens(scheme)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        self._stages(scheme)  # refuses what cannot run
+        self._refuse_what_cannot_run(scheme)
         stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
         return tuple(line for stage in stages for line in stage.lines)
+
+    def _alike(self, scheme: PipelineConfig, stage: int) -> tuple[Any, ...]:
+        """What stages share that take as long: how many layers there are of each kind, where in the pipeline they are,
+        and what the scheme says of all layers.
+        """
+        ends = stage == 0, stage == scheme.num_stages - 1
+        settings = scheme.degree, scheme.weights, scheme.tile_tokens, scheme.slices, scheme.keep_attention
+        return ends, scheme.num_stages, frozenset(Counter(self._layers(scheme)[stage]).items()), settings
+
+    def _layers_of_stages(self, scheme: PipelineConfig) -> list[list[LayerBytes]]:
+        stages = map(scheme.layers_of_stage, range(scheme.num_stages))
+        return [layer_bytes(self.model, scheme, layers, dtype=self.dtype) for layers in stages]
+
+    def _refuse_what_cannot_run(self, scheme: PipelineConfig) -> None:
+        if scheme.num_layers != self.model.num_layers:
+            raise InputError(
+                f"the scheme has {scheme.num_layers} layers, model {self.model.name} has {self.model.num_layers}"
+            )
+        if scheme.offload:
+            host_copy_bytes_per_s(self.cluster)
 
     @property
     def _gradient_bytes(self) -> int:
@@ -154,64 +182,105 @@ class AnalyticCost(SeparableCost):
         gradient of a tied head; per token of the pack what layers keep on the device, what one layer's backward takes,
         the whole of one recomputed layer, and what comes back from the host for two; on the last stage the loss.
         """
-        widths, gradient = (DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])), self._gradient_bytes
-        degree, layers = scheme.degree, layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
+        layers, widths = self._layers(scheme)[stage], (DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype]))
         sliced = sliced_bytes(layers, self.model, scheme, stage, widths)
+        moving = moving_bytes(layers)
+        settings = scheme.degree, scheme.weights, scheme.shard_gradients, scheme.zero_bubble, scheme.slices
+        where = num_devices, stage, scheme.stage_layers, settings, scheme.tile_tokens
+        key = *where, layers[0], layers[-1], *moving.items()
+        if key not in self._moments:
+            self._moments[key] = self._moments_beside_saved(
+                scheme, stage, num_devices, ends=(layers[0], layers[-1]), moving=moving, sliced=sliced, widths=widths
+            )
+        saved, keys = sum([layer.on_device for layer in layers]) + sliced.losses, sum(sliced.keys)
+        weights, gradients, optimizer = self._numbers_of(scheme, stage, num_devices).state_bytes
+        moments = tuple([moment.with_saved(saved, keys) for moment in self._moments[key]])
+        return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)
+
+    def _moments_beside_saved(
+        self,
+        scheme: PipelineConfig,
+        stage: int,
+        num_devices: int,
+        *,
+        ends: tuple[LayerBytes, LayerBytes],
+        moving: Mapping[LayerBytes, float],
+        sliced: SlicedBytes,
+        widths: tuple[int, int],
+    ) -> tuple[MemoryMoment, ...]:
+        """The moments of a stage without what the forwards of all its layers have saved: they are the same however many
+        layers are recomputed, as long as some are and some are not.
+
+        ``ends``: the first layer and the last; ``moving``: of every kind of layer, what comes from the host.
+        """
+        (first, last), gradient, degree = ends, self._gradient_bytes, scheme.degree
         in_flight = 1 + (scheme.num_stages - 1 - (0 if scheme.zero_bubble else stage)) * sliced.share
-        first, saved = layers[0], sum(layer.on_device for layer in layers) + sliced.losses
-        freed = 0.0 if scheme.zero_bubble else layers[-1].on_device * sliced.share  # gradients of weights wait for it
+        freed = 0.0 if scheme.zero_bubble else last.on_device * sliced.share  # gradients of weights wait for it
         lines_of = partial(
-            backward_lines, layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
+            backward_lines, moving, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
             gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
         )  # fmt: skip
         tied = tied_gradient_bytes(self.model, scheme, width=widths[0])
-        buffers = tied + sliced.head + max(layer.volume.buffer_bytes for layer in layers)
-        num_arriving = arriving_params(self.model, scheme, num_devices=num_devices)
-        num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
-        whole_at_last, whole_before, whole_at_first = whole_units(self.model, scheme, stage)
+        buffers = tied + sliced.head + max(layer.volume.buffer_bytes for layer in moving)
+        numbers = self._numbers_of(scheme, stage, num_devices)
+        num_arriving, num_pushed = numbers.num_arriving, numbers.num_pushed
+        whole_at_last, whole_before, whole_at_first = numbers.whole_gradients
         moments, backward = tuple[MemoryMoment, ...](), lines_of()
-        at_last, at_first = in_flight * saved + sum(sliced.keys), first.on_device * sliced.share + sliced.keys[0]
-        for activations, num_beside, num_outputs, backwards in (
-            (at_last, num_arriving + whole_at_last, in_flight, backward),
-            (at_last - freed, num_arriving + whole_before, in_flight, backward),
-            (at_first, max(num_arriving, num_pushed) + whole_at_first, sliced.share, lines_of(is_last=True)),
+        at_first = first.on_device * sliced.share + sliced.keys[0]
+        for activations, num_beside, num_outputs, backwards, (of_saved, of_keys) in (
+            (0.0, num_arriving + whole_at_last, in_flight, backward, (in_flight, 1)),
+            (-freed, num_arriving + whole_before, in_flight, backward, (in_flight, 1)),
+            (at_first, max(num_arriving, num_pushed) + whole_at_first, sliced.share, lines_of(is_last=True), (0, 0)),
         ):
             pushed = gradient * num_beside
             num_hidden = num_messages(scheme, stage, num_outputs, sliced.share)
             beside = Line(buffers + pushed, num_hidden * self.model.hidden_size * widths[0] / degree + sliced.made_keys)
-            moments += (
-                *(
-                    MemoryMoment(activations=Line(0.0, activations), temporary=line.of_share(sliced.share).plus(beside))
-                    for line in backwards
-                ),
-                *reduce_moments(self.model, activations, layers, share=widths[0] / degree, pushed=pushed),
-            )
+            temporary = [line.of_share(sliced.share).plus(beside) for line in backwards]
+            moments += tuple(MemoryMoment(Line(0.0, activations), line, of_saved, of_keys) for line in temporary)
+            reduced = reduce_moments(self.model, activations, moving, share=widths[0] / degree, pushed=pushed)
+            moments += tuple(moment._replace(of_saved=of_saved, of_keys=of_keys) for moment in reduced)
         if stage == scheme.num_stages - 1:
-            moments += self._moments_at_loss(scheme, layers, saved, sliced)
-        num_held = held_params(self.model, scheme, stage=stage)
+            moments += self._moments_at_loss(scheme, moving, sliced)
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
-            moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)
-        weights, gradients, optimizer = state_parts(
-            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held, on_host=self.state_on_host,
-            narrow_gradients=self.narrow_gradients, gradient_shares=scheme.degree if scheme.shard_gradients else 1,
-        )  # fmt: skip
-        return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)
+            moments += (pull_moment(first.volume, self.model, numbers.num_held, degree=degree, width=widths[0]),)
+        return moments
+
+    def _numbers_of(self, scheme: PipelineConfig, stage: int, num_devices: int) -> StageNumbers:
+        """What schemes share whose stages hold as many layers, of as many ranks that hold them alike."""
+        key = num_devices, stage, scheme.stage_layers, scheme.degree, scheme.weights, scheme.shard_gradients
+        if key not in self._numbers:
+            num_held = held_params(self.model, scheme, stage=stage)
+            self._numbers[key] = StageNumbers(
+                num_held=num_held,
+                num_arriving=arriving_params(self.model, scheme, num_devices=num_devices),
+                num_pushed=pushed_params(self.model, scheme, stage=stage, num_devices=num_devices),
+                whole_gradients=whole_units(self.model, scheme, stage),
+                state_bytes=state_parts(
+                    self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held,
+                    on_host=self.state_on_host, narrow_gradients=self.narrow_gradients,
+                    gradient_shares=scheme.degree if scheme.shard_gradients else 1,
+                ),
+            )  # fmt: skip
+        return self._numbers[key]
 
     def _moments_at_loss(
-        self, scheme: PipelineConfig, layers: Sequence[LayerBytes], saved: float, sliced: SlicedBytes
+        self, scheme: PipelineConfig, layers: Iterable[LayerBytes], sliced: SlicedBytes
     ) -> tuple[MemoryMoment, ...]:
-        """The moments of the loss on the last stage, of which a micro-batch has ``saved`` bytes per token."""
+        """The moments of the loss on the last stage, without what the layers of a micro-batch have saved."""
         width = DTYPE_BYTES[self.dtype]
         losses = 0.0 if sliced.losses else loss_bytes_per_token(self.model, width) / scheme.degree
         moments = loss_moments(
             self.model,
-            saved + sum(sliced.keys) + max(layer.on_host for layer in layers) * sliced.share + losses,
+            max(layer.on_host for layer in layers) * sliced.share + losses,
             degree=scheme.degree,
             is_sharded=scheme.weights is WeightPlacement.SHARDED,
             widths=(width, max(4, width)),
             logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
         )
-        return tuple(replace(moment, temporary=moment.temporary.of_share(sliced.share)) for moment in moments)
+        return tuple(
+            moment._replace(temporary=moment.temporary.of_share(sliced.share), of_saved=1, of_keys=1)
+            for moment in moments
+        )
 
 
 def _slowest(stages: Sequence[StageTime], length: np.ndarray) -> np.ndarray:

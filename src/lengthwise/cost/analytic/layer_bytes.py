@@ -11,8 +11,9 @@ Bytes are per token of the whole pack.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.core.specs import ModelSpec
@@ -56,6 +57,15 @@ class LayerBytes:
     key_gradient_bytes: float = 0.0
     """Bytes of the gradients of a group's keys and values."""
 
+    on_device: float = field(init=False)
+    """What is on the device between the passes."""
+    on_host: float = field(init=False)
+    """What is on the host between the passes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_device", 0.0 if self.is_offloaded else self.saved)
+        object.__setattr__(self, "on_host", self.saved if self.is_offloaded else 0.0)
+
     @property
     def reduce_bytes(self) -> float:
         """Gathered weights and their gradients while those of the feed-forward are sent; 0 where none is gathered."""
@@ -65,16 +75,6 @@ class LayerBytes:
     def key(self) -> tuple[Method, bool, bool]:
         """What tells it from other layers of its scheme."""
         return self.method, self.is_recomputed, self.is_offloaded
-
-    @property
-    def on_device(self) -> float:
-        """What is on the device between the passes."""
-        return 0.0 if self.is_offloaded else self.saved
-
-    @property
-    def on_host(self) -> float:
-        """What is on the host between the passes."""
-        return self.saved if self.is_offloaded else 0.0
 
 
 def has_tiles(scheme: PipelineConfig, method: Method) -> bool:
@@ -96,79 +96,87 @@ def tiled_bytes(model: ModelSpec, method: Method, *, degree: int, width: int) ->
     return copies * columns * width + (model.hidden_size * width + norm_bytes(model) / 2) / degree
 
 
-def layer_bytes(model: ModelSpec, scheme: PipelineConfig, layers: Sequence[int], *, dtype: str) -> list[LayerBytes]:
-    """The bytes of ``layers`` of ``scheme``, in turn; layers alike share one object.
+class _LayerKind(NamedTuple):
+    """All of a scheme that matters for one of its layers."""
+
+    method: Method
+    degree: int
+    is_recomputed: bool
+    is_offloaded: bool
+    is_tiled: bool
+    head_groups: int
+    keeps_attention: bool
+
+
+def layer_bytes(model: ModelSpec, scheme: PipelineConfig, layers: range, *, dtype: str) -> list[LayerBytes]:
+    """The bytes of ``layers`` of ``scheme``, in turn; layers alike share one object, also those of other schemes.
 
     Raises:
         InputError: a method cannot share this model's layers among so many devices.
     """
-    made: dict[tuple[Method, bool, bool], LayerBytes] = {}
-    methods, recompute = scheme.methods, scheme.recompute
-    of_layers = []
-    for layer in layers:
-        key = methods[layer], recompute[layer], scheme.is_offloaded(layer)
-        if key not in made:
-            made[key] = _layer_bytes(model, scheme, *key, dtype=dtype)
-        of_layers.append(made[key])
-    return of_layers
+    part = slice(layers.start, layers.stop)
+    flags = scheme.offload[part] or (False,) * len(layers)
+    keys = list(zip(scheme.methods[part], scheme.recompute[part], flags))
+    made = {key: _layer_bytes(model, _kind_of(scheme, *key), dtype) for key in dict.fromkeys(keys)}
+    return [made[key] for key in keys]
 
 
-def _layer_bytes(
-    model: ModelSpec, scheme: PipelineConfig, method: Method, is_recomputed: bool, is_offloaded: bool, *, dtype: str
-) -> LayerBytes:
-    volume, is_tiled = layer_volume(model, method, degree=scheme.degree, dtype=dtype), has_tiles(scheme, method)
+def _kind_of(scheme: PipelineConfig, method: Method, is_recomputed: bool, is_offloaded: bool) -> _LayerKind:
+    return _LayerKind(
+        method, scheme.degree, is_recomputed, is_offloaded, has_tiles(scheme, method),
+        scheme.head_groups if has_groups(scheme, method) else 1, is_recomputed and scheme.keep_attention,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(model: ModelSpec, kind: _LayerKind, dtype: str) -> LayerBytes:
+    method, degree, width = kind.method, kind.degree, DTYPE_BYTES[dtype]
+    volume = layer_volume(model, method, degree=degree, dtype=dtype)
     groups: dict[str, Any] = {}
-    if has_groups(scheme, method):
-        grouped = grouped_heads(volume, model, degree=scheme.degree, dtype=dtype, groups=scheme.head_groups)
+    if kind.head_groups > 1:
+        grouped = grouped_heads(volume, model, degree=degree, dtype=dtype, groups=kind.head_groups)
         volume, groups = grouped.volume, {
             "heads_at_once": grouped.heads_at_once, "group_bytes": grouped.sum_bytes,
             "key_gradient_bytes": grouped.key_gradient_bytes,
         }  # fmt: skip
     needed = volume.kept_bytes
-    if is_tiled:
-        needed -= tiled_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    if kind.is_tiled:
+        needed -= tiled_bytes(model, method, degree=degree, width=width)
     sums: dict[str, Any] = {}
-    if is_tiled and volume.reduce_bytes:
-        copies, width = 3 if model.gated_ffn else 2, DTYPE_BYTES[dtype]
+    if kind.is_tiled and volume.reduce_bytes:
+        copies = 3 if model.gated_ffn else 2
         numbers = copies * model.hidden_size * model.ffn_columns
         sums = {"summed": numbers * (SUM_BYTES - width / copies), "summed_all": float(numbers * (SUM_BYTES - width))}
     return LayerBytes(
-        method=method, volume=volume, needed=needed, is_recomputed=is_recomputed, is_offloaded=is_offloaded,
-        is_tiled=is_tiled, **_again(model, scheme, method, volume, needed, is_recomputed, dtype), **sums, **groups,
+        method=method, volume=volume, needed=needed, is_recomputed=kind.is_recomputed, is_offloaded=kind.is_offloaded,
+        is_tiled=kind.is_tiled, **_again(model, kind, volume, needed, width), **sums, **groups,
     )  # fmt: skip
 
 
-def _again(
-    model: ModelSpec,
-    scheme: PipelineConfig,
-    method: Method,
-    volume: LayerVolume,
-    needed: float,
-    is_recomputed: bool,
-    dtype: str,
-) -> dict[str, Any]:
+def _again(model: ModelSpec, kind: _LayerKind, volume: LayerVolume, needed: float, width: int) -> dict[str, Any]:
     """What a layer keeps, and what is done again in its backward."""
-    if not is_recomputed:
+    if not kind.is_recomputed:
         return {"saved": needed, "again": 0.0}
-    if not scheme.keep_attention:
+    if not kind.keeps_attention:
         return {"saved": volume.input_bytes, "again": needed, "second_forward": volume.forward}
-    of_attention = attention_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    of_attention = attention_bytes(model, kind.method, degree=kind.degree, width=width)
     again = needed - of_attention
-    if has_groups(scheme, method):  # whose outputs are there in the split by tokens too, which the backward needs
-        again += of_attention * model.head_size * DTYPE_BYTES[dtype] / (model.head_size * DTYPE_BYTES[dtype] + 4)
-    second = forward_without_attention(volume.forward, method)
+    if kind.head_groups > 1:  # whose outputs are there in the split by tokens too, which the backward needs
+        again += of_attention * model.head_size * width / (model.head_size * width + 4)
+    second = forward_without_attention(volume.forward, kind.method)
     return {"saved": volume.input_bytes + of_attention, "again": again, "second_forward": second}
 
 
 def moving_bytes(layers: Sequence[LayerBytes]) -> dict[LayerBytes, float]:
     """What is on the device of offloaded ``layers`` during the backward of each: its own, and the largest other's."""
+    kinds = dict.fromkeys(layers)
+    if not any(layer.is_offloaded for layer in kinds):
+        return dict.fromkeys(kinds, 0.0)
     offloaded = sorted((layer.saved for layer in layers if layer.is_offloaded), reverse=True)
-    if not offloaded:
-        return dict.fromkeys(layers, 0.0)
     largest, second = [*offloaded, 0.0][:2]
     return {
         layer: (layer.saved + (second if layer.saved == largest else largest)) if layer.is_offloaded else largest
-        for layer in dict.fromkeys(layers)
+        for layer in kinds
     }
 
 

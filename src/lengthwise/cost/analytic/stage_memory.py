@@ -15,14 +15,15 @@ w bytes of the compute dtype, m of the master dtype. The moments are those of a 
 * the backward of the loss, which scales its gradients into the compute dtype.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import ModelSpec
-from lengthwise.cost.analytic.layer_bytes import LayerBytes, moving_bytes
+from lengthwise.cost.analytic.layer_bytes import LayerBytes
 from lengthwise.cost.analytic.volume import LayerVolume
 from lengthwise.cost.memory_model import loss_bytes_per_token
 from lengthwise.cost.separable import Line
@@ -51,12 +52,20 @@ class MemoryParts:
         return self.weights + self.gradients + self.optimizer + self.activations + self.temporary
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryMoment:
+class MemoryMoment(NamedTuple):
     """What a stage holds at one moment beside the model state."""
 
     activations: Line
     temporary: Line
+    of_saved: float = 0.0
+    """How often activations have what the layers of a micro-batch save, beyond what is in them already."""
+    of_keys: float = 0.0
+    """The same of the keys and values of slices."""
+
+    def with_saved(self, saved: float, keys: float) -> "MemoryMoment":
+        """The moment with these bytes per token in it."""
+        per_token = self.of_saved * saved + self.of_keys * keys + self.activations.per_token
+        return MemoryMoment(Line(self.activations.fixed, max(0.0, per_token)), self.temporary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +82,11 @@ class StageMemory:
         """Bytes of all kinds, at each moment."""
         state = self.weights + self.gradients + self.optimizer
         return tuple(
-            moment.temporary._replace(
-                fixed=state + moment.activations.fixed + moment.temporary.fixed,
-                per_token=moment.activations.per_token + moment.temporary.per_token,
+            Line(
+                state + moment.activations.fixed + moment.temporary.fixed,
+                moment.activations.per_token + moment.temporary.per_token,
+                moment.temporary.chunk,
+                moment.temporary.chunk_tokens,
             )
             for moment in self.moments
         )
@@ -92,6 +103,7 @@ class StageMemory:
         return max(moments, key=lambda parts: parts.total)
 
 
+@lru_cache(maxsize=4096)
 def backward_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: tuple[int, int]) -> float:
     """Bytes per token of the pack that a layer's backward takes beyond what its forward has saved."""
     volume, method, (width, master) = layer.volume, layer.method, widths
@@ -111,7 +123,7 @@ def backward_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: 
 
 
 def backward_lines(
-    layers: Sequence[LayerBytes],
+    moving: Mapping[LayerBytes, float],
     model: ModelSpec,
     *,
     degree: int,
@@ -120,13 +132,15 @@ def backward_lines(
     gone: float = 0.0,
     is_last: bool = False,
 ) -> list[Line]:
-    """What the backwards of ``layers`` take beyond what is on the device between the passes, at each of its moments.
+    """What the backwards of layers take beyond what is on the device between the passes, at each of its moments.
 
+    ``moving``: of every kind of layer, what is on its way from the host meanwhile.
     A feed-forward in tiles takes the gradients of its output and its input, and of one tile what it saved and the
     gradients of that; none of it is there when attention's backward runs, nor are ``gone`` bytes of the head's
     gradients. ``is_last``: nothing comes from the host any more but what the layer in its backward itself had there.
     """
-    moving = {layer: layer.on_host for layer in layers} if is_last else moving_bytes(layers)
+    if is_last:
+        moving = {layer: layer.on_host for layer in moving}
     plain = [
         backward_bytes(layer, model, degree=degree, widths=widths) + layer.again + moving[layer]
         for layer in moving
@@ -183,6 +197,21 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
         return gradients - queries * width / degree  # the output of a rank's own tokens is used by then
     gathered = model.hidden_size * width  # of three: without the output's, once it is used, or when all are made
     return layer.volume.live_bytes + max(gradients - gathered, gathered / degree)
+
+
+class StageNumbers(NamedTuple):
+    """Numbers of parameters and bytes of the model state on a stage, which no recompute, offload or tiles change."""
+
+    num_held: int
+    """Weights of the rank that holds the most."""
+    num_arriving: int
+    """Gradients that a rank gets while another layer's backward runs."""
+    num_pushed: int
+    """Gradients that come to it in pushes that may be under way in its first layer's backward."""
+    whole_gradients: tuple[float, float, float]
+    """Whole gradients beside shares, as :func:`~lengthwise.cost.gradient_reduction.whole_units` counts them."""
+    state_bytes: tuple[int, int, int]
+    """Weights, gradients, and what the optimizer has."""
 
 
 class SlicedBytes(NamedTuple):
@@ -246,20 +275,20 @@ def pull_moment(volume: LayerVolume, model: ModelSpec, num_held: int, *, degree:
 
 
 def reduce_moments(
-    model: ModelSpec, saved: float, layers: Sequence[LayerBytes], *, share: float, pushed: float
+    model: ModelSpec, saved: float, moving: Mapping[LayerBytes, float], *, share: float, pushed: float
 ) -> list[MemoryMoment]:
     """The moment when a layer sends the gradients of its gathered feed-forward, whose own tokens are freed by then.
 
-    ``share``: bytes of one rank for a number of every token; ``pushed``: bytes of pushes under way. None where no
-    weights are gathered.
+    ``moving``: of every kind of layer, what is on its way from the host; ``share``: bytes of one rank for a number of
+    every token; ``pushed``: bytes of pushes under way. None where no weights are gathered.
     """
     freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * share
     return [
         MemoryMoment(
-            activations=Line(0.0, max(0.0, saved + layer.again + moving - (0.0 if layer.is_tiled else freed))),
+            activations=Line(0.0, saved + layer.again + num_bytes - (0.0 if layer.is_tiled else freed)),
             temporary=Line(layer.reduce_bytes + pushed, 2 * model.hidden_size * share),
         )
-        for layer, moving in moving_bytes(layers).items()
+        for layer, num_bytes in moving.items()
         if layer.reduce_bytes
     ]
 
@@ -277,4 +306,4 @@ def loss_moments(
         activations=Line(master * head, saved), temporary=Line(0.0, 0.0, chunk / tokens_together, chunk_tokens)
     )
     scaled = Line(width * head, model.hidden_size * width / degree)
-    return forward, replace(forward, temporary=scaled)
+    return forward, forward._replace(temporary=scaled)

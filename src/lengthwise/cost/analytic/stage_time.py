@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,65 +114,101 @@ class StageTime:
         )
 
 
+class PassSeconds(NamedTuple):
+    """Seconds of one pass of a layer on one device."""
+
+    matmul_s: float
+    """Per token."""
+    attention_s: float
+    """Per squared token."""
+    hops_s: float
+    """Per token, in the ring; 0 where there is none."""
+    collectives_s: float
+    """Per token, in all else that is sent."""
+    weights_s: float
+    """In weights that are moved to where they are not held."""
+    calls_s: float
+    """In calls."""
+
+
+class LayerSpeeds:
+    """How fast layers of one model are computed and sent on one cluster; passes are priced once each."""
+
+    def __init__(self, model: ModelSpec, *, cluster: ClusterSpec, dtype: str) -> None:
+        self.model, self.cluster, self.dtype = model, cluster, dtype
+        self.flops_per_s = layer_flops_per_s(model, cluster.device, dtype), cluster.device.attention_flops_per_s(dtype)
+        """Rates of a layer's products with what lies between them, and of attention."""
+        self._passes: dict[tuple[int, int, int], tuple[LayerPass, PassSeconds]] = {}
+
+    def of(self, volume: LayerPass, *, degree: int, count: int) -> PassSeconds:
+        """The seconds of a pass among ``degree`` devices, of ``count`` layers in turn."""
+        key = id(volume), degree, count
+        cached = self._passes.get(key)
+        if cached is not None and cached[0] is volume:  # an id is used again once its object is gone
+            return cached[1]
+        matmul_rate, attention_rate = self.flops_per_s
+        links: dict[str, Any] = {"degree": degree, "cluster": self.cluster}
+        seconds = PassSeconds(
+            matmul_s=count * volume.matmul_flops / matmul_rate,
+            attention_s=count * volume.attention_flops / attention_rate,
+            hops_s=count * ring_s(volume.tokens, **links) if volume.tokens.ring else 0.0,
+            collectives_s=count * collectives_s(volume.tokens, **links),
+            weights_s=count * (ring_s(volume.weights, **links) + collectives_s(volume.weights, **links)),
+            calls_s=count * (calls_s(volume.tokens, **links) + calls_s(volume.weights, **links)),
+        )
+        self._passes[key] = volume, seconds
+        return seconds
+
+
 @dataclass(kw_only=True)
 class _Sum:
     """A stage's seconds while its parts are added up."""
 
-    cluster: ClusterSpec
+    speeds: LayerSpeeds
     degree: int
-    flops_per_s: tuple[float, float]
-    """Rates of a layer's products with what lies between them, and of attention."""
     square_s: float = 0.0
     matmul_s: float = 0.0
     comm_s: float = 0.0
     overhead_s: float = 0.0
-    reach: Reach = _whole_sequence
     rings: dict[str, tuple[float, float]] = field(default_factory=dict)
     copies: list[HostCopy] = field(default_factory=list)
     weights_s: float = 0.0
 
     def add(self, name: str, volume: LayerPass, *, count: int) -> None:
         """Add a pass of a layer ``count`` times. All rings of a stage and direction carry the same keys and values."""
-        matmul_rate, attention_rate = self.flops_per_s
-        attention_s = count * volume.attention_flops / attention_rate
-        self.matmul_s += count * volume.matmul_flops / matmul_rate
+        seconds = self.speeds.of(volume, degree=self.degree, count=count)
+        self.matmul_s += seconds.matmul_s
         if volume.tokens.ring:
             hops_s, hidden_by_s = self.rings.get(name, (0.0, 0.0))
-            hops_s += count * ring_s(volume.tokens, degree=self.degree, cluster=self.cluster)
-            self.rings[name] = (hops_s, hidden_by_s + attention_s)
+            self.rings[name] = (hops_s + seconds.hops_s, hidden_by_s + seconds.attention_s)
         else:
-            self.square_s += attention_s
-        self.comm_s += count * collectives_s(volume.tokens, degree=self.degree, cluster=self.cluster)
-        self.overhead_s += count * sum(
-            sent_s(volume.weights, degree=self.degree, cluster=self.cluster) for sent_s in (ring_s, collectives_s)
-        )
-        self.overhead_s += count * sum(
-            calls_s(sent, degree=self.degree, cluster=self.cluster) for sent in (volume.tokens, volume.weights)
-        )
+            self.square_s += seconds.attention_s
+        self.comm_s += seconds.collectives_s
+        self.overhead_s += seconds.weights_s
+        self.overhead_s += seconds.calls_s
 
-    def add_copies(self, volumes: Sequence[tuple[LayerPass, int]], num_bytes: float, *, count: int) -> None:
-        """Add the copies of ``count`` layers of ``num_bytes`` per token, beneath ``volumes`` and how often each."""
-        matmul_rate, attention_rate = self.flops_per_s
+    def add_copies(self, volumes: Sequence[LayerPass], num_bytes: float, *, count: int) -> None:
+        """Add the copies of ``count`` layers of ``num_bytes`` per token, beneath ``volumes``."""
         matmul_s = attention_s = comm_s = hops_s = 0.0
-        for volume, times in volumes:
-            matmul_s += times * volume.matmul_flops / matmul_rate
-            attention_s += times * volume.attention_flops / attention_rate
-            comm_s += times * collectives_s(volume.tokens, degree=self.degree, cluster=self.cluster)
-            if volume.tokens.ring:
-                hops_s += times * ring_s(volume.tokens, degree=self.degree, cluster=self.cluster)
-        copy_s = count * num_bytes / host_copy_bytes_per_s(self.cluster)
+        for volume in volumes:
+            seconds = self.speeds.of(volume, degree=self.degree, count=1)
+            matmul_s += seconds.matmul_s
+            attention_s += seconds.attention_s
+            comm_s += seconds.collectives_s
+            hops_s += seconds.hops_s
+        copy_s = count * num_bytes / host_copy_bytes_per_s(self.speeds.cluster)
         self.copies.append(HostCopy(copy_s, count * (matmul_s + comm_s), count * attention_s, count * hops_s))
 
-    def add_tiles(self, layer: LayerBytes, model: ModelSpec, *, tile_tokens: int, count: int) -> None:
+    def add_tiles(self, layer: LayerBytes, *, tile_tokens: int, count: int) -> None:
         """Add the feed-forward's second forward of ``count`` layers that do not run theirs again anyway, and launches.
 
         Of Megatron's, each tile is gathered and its output reduced, in calls of its own.
         """
         if not layer.is_recomputed:
-            self.matmul_s += count * ffn_forward_flops(model) / self.degree / self.flops_per_s[0]
+            self.matmul_s += count * ffn_forward_flops(self.speeds.model) / self.degree / self.speeds.flops_per_s[0]
         tile_s = TILE_LAUNCH_S
         if layer.method is Method.MEGATRON_TS and self.degree > 1:
-            tile_s += 5 * ring_call_s(self.degree, self.cluster)
+            tile_s += 5 * ring_call_s(self.degree, self.speeds.cluster)
         self.matmul_s += count * tile_s / (tile_tokens * self.degree)
 
     def stage_time(self) -> StageTime:
@@ -183,7 +219,7 @@ class _Sum:
             per_token_comm_s=self.comm_s,
             rings=tuple(self.rings[name] for name in ("forward", "backward") if name in self.rings),
             overhead_s=self.overhead_s,
-            reach=self.reach,
+            reach=self.speeds.model.reach,
             copies=tuple(self.copies),
             per_token_weights_s=self.weights_s,
         )
@@ -200,7 +236,7 @@ def layer_flops_per_s(model: ModelSpec, device: DeviceSpec, dtype: str) -> float
     return 1.0 / (matmul_s + moved_bytes / device.memory_bytes_per_s / (6.0 * model.layer_matmul_params))
 
 
-def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster: ClusterSpec, dtype: str) -> StageTime:
+def stage_time(speeds: LayerSpeeds, scheme: PipelineConfig, *, stage: int) -> StageTime:
     """Seconds of ``stage``: its layers, what it hands to its neighbours, and the head on the last one.
 
     Collectives around attention and products are exposed. Hops of a ring hide behind the attention of the block before,
@@ -209,9 +245,8 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     would depend on them. Tokens handed to the next stage and gradients to the one before are exposed. What an offloaded
     layer saves is copied beneath its own forward and its own backward.
     """
-    device = cluster.device
-    rates = (layer_flops_per_s(model, device, dtype), device.attention_flops_per_s(dtype))
-    total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
+    model, device, dtype = speeds.model, speeds.cluster.device, speeds.dtype
+    total = _Sum(speeds=speeds, degree=scheme.degree)
     launch_s = CPU_LAUNCH_S if device.name == "cpu" else LAUNCH_S
     layers = Counter(layer_bytes(model, scheme, scheme.layers_of_stage(stage), dtype=dtype))
     for layer, count in sorted(layers.items(), key=lambda item: item[0].key):
@@ -225,18 +260,18 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
         total.add("backward", volume.backward, count=count)
         total.overhead_s += launch_s * (count * forwards + 2 * count) / 3
         if not layer.is_recomputed:  # of a backward's products, half are with the gradients of outputs and inputs
-            total.weights_s += count * volume.backward.matmul_flops / 2 / rates[0]
+            total.weights_s += count * volume.backward.matmul_flops / 2 / speeds.flops_per_s[0]
         if layer.is_tiled:
-            total.add_tiles(layer, model, tile_tokens=scheme.tile_tokens, count=count)
+            total.add_tiles(layer, tile_tokens=scheme.tile_tokens, count=count)
         if scheme.slices > 1:
             total.matmul_s += count * slice_bytes(model, scheme, dtype) / device.memory_bytes_per_s
         if layer.is_offloaded:
-            total.add_copies([(volume.forward, 1)], layer.saved, count=count)
-            backward = [(volume.backward, 1)] if again is None else [(again, 1), (volume.backward, 1)]
+            total.add_copies([volume.forward], layer.saved, count=count)
+            backward = [volume.backward] if again is None else [again, volume.backward]
             total.add_copies(backward, layer.saved, count=count)
             num_copied = COPIED_TENSORS if again is None else 3 if scheme.keep_attention else 1
             total.overhead_s += count * 2 * COPY_S * num_copied
-    _add_ends(total, model, scheme=scheme, stage=stage, dtype=dtype)
+    _add_ends(total, scheme=scheme, stage=stage)
     return total.stage_time()
 
 
@@ -253,13 +288,14 @@ def slice_bytes(model: ModelSpec, scheme: PipelineConfig, dtype: str) -> float:
     return keys * (scheme.slices + 1) / 2 * 2 * (wide + width) + 2 * queries * 3 * wide
 
 
-def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, dtype: str) -> None:
+def _add_ends(total: _Sum, *, scheme: PipelineConfig, stage: int) -> None:
     """Add the head, the vocabulary split over the stage where weights are sharded, and the neighbours.
 
     A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
     token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019).
     """
-    p, cluster, width = scheme.degree, total.cluster, DTYPE_BYTES[dtype]
+    model, cluster, dtype = total.speeds.model, total.speeds.cluster, total.speeds.dtype
+    p, width = scheme.degree, DTYPE_BYTES[dtype]
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
     if is_last:
         total.matmul_s += 6.0 * model.hidden_size * model.vocab_size / p / cluster.device.matmul_flops_per_s(dtype)

@@ -143,10 +143,10 @@ def families_of(problem: PlanningProblem, candidates: Sequence[Candidate]) -> li
 
 def _families_of(problem: PlanningProblem, members: Sequence[Candidate]) -> list[CandidateFamily]:
     """The pivot of candidates that stand in for one another, chosen by the samples, and those that are leaner."""
-    lengths = problem.once("lengths to compare by", lambda: _compared_lengths(problem))
+    corpus = problem.once("lengths to compare by", lambda: _ComparedLengths(_compared_lengths(problem)))
     is_mixed = members[0].num_stages == 1
     rungs = fastest_first(members) if is_mixed else undominated(members)
-    pivot = min(range(len(rungs)), key=lambda level: _corpus_time_s(rungs, level, lengths))
+    pivot = min(range(len(rungs)), key=lambda level: corpus.time_s(rungs[level:]))
     return [
         CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
         for run_as in ([rungs[pivot:]] if is_mixed else [[rungs[pivot]], [rungs[-1]]])
@@ -201,22 +201,57 @@ def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
     They are what a pipeline is worth that runs all its packs as one of them.
     """
     alone = _alone_s(candidates)
-    frontier: list[Candidate] = []
+    frontier, times_s = list[Candidate](), np.empty((len(candidates), len(next(iter(alone.values())))))
     for candidate in sorted(candidates, key=lambda candidate: (-candidate.max_tokens, alone[candidate].sum())):
-        if not any((alone[leaner] <= alone[candidate]).all() for leaner in frontier):
+        count = len(frontier)
+        if not (times_s[:count] <= alone[candidate]).all(axis=1).any():
+            times_s[count] = alone[candidate]
             frontier.append(candidate)
     return frontier[::-1]
 
 
 def _alone_s(candidates: Sequence[Candidate]) -> dict[Candidate, np.ndarray]:
     """Seconds of single sequences of up to the most tokens that any of the candidates holds, under each."""
-    grid = np.unique(np.geomspace(1, max(candidate.max_tokens for candidate in candidates), 32).astype(np.int64))
-    return {candidate: candidate.times_s(grid) + candidate.overhead_s for candidate in candidates}
+    longest = max(candidate.max_tokens for candidate in candidates)
+    return {candidate: candidate.alone_s(longest) for candidate in candidates}
 
 
-def _corpus_time_s(ladder: Sequence[Candidate], level: int, lengths: np.ndarray) -> float:
-    """Seconds of all sequences with ``ladder[level]`` as pivot; what it cannot hold runs as the leaner ones."""
-    pivot, family = ladder[level], CandidateFamily(pivot=ladder[level], leaner=tuple(ladder[level + 1 :]))
-    packed = lengths <= pivot.max_tokens
-    shares_s = pivot.overhead_s * lengths[packed].sum() / pivot.max_tokens
-    return float(family.times_s(lengths).sum()) + float(shares_s) + pivot.overhead_s * float((~packed).sum())
+class _ComparedLengths:
+    """Lengths of typical batches, and what they take under one candidate after another, each asked for once."""
+
+    def __init__(self, lengths: np.ndarray) -> None:
+        self._lengths, self._longest = lengths, int(lengths.max())
+        self._times_s: dict[Candidate, np.ndarray] = {}
+        self._longer: dict[int, tuple[np.ndarray, int, int]] = {}
+        self._totals_s: dict[tuple[Candidate, ...], float] = {}
+
+    def time_s(self, rungs: Sequence[Candidate]) -> float:
+        """Seconds of all sequences with the first rung as pivot; what it cannot hold runs as the leaner ones."""
+        last = next((place for place, rung in enumerate(rungs) if rung.max_tokens >= self._longest), len(rungs))
+        needed = tuple(rungs[: last + 1])
+        if needed not in self._totals_s:
+            self._totals_s[needed] = self._total_s(needed)
+        return self._totals_s[needed]
+
+    def _total_s(self, rungs: Sequence[Candidate]) -> float:
+        pivot, times_s = rungs[0], self._times_of(rungs[0])
+        _, packed_tokens, num_longer = self._longer_than(pivot)
+        if len(rungs) > 1:
+            times_s = times_s.copy()
+        for candidate, below in zip(rungs[1:], rungs):
+            leaner_s = self._times_of(candidate) + candidate.overhead_s - pivot.overhead_s
+            np.copyto(times_s, leaner_s, where=self._longer_than(below)[0])
+        shares_s = pivot.overhead_s * packed_tokens / pivot.max_tokens
+        return float(times_s.sum()) + shares_s + pivot.overhead_s * num_longer
+
+    def _longer_than(self, candidate: Candidate) -> tuple[np.ndarray, int, int]:
+        """Which lengths are more than the candidate holds, the tokens of all others, and how many are longer."""
+        if candidate.max_tokens not in self._longer:
+            longer = self._lengths > candidate.max_tokens
+            self._longer[candidate.max_tokens] = longer, int(self._lengths[~longer].sum()), int(longer.sum())
+        return self._longer[candidate.max_tokens]
+
+    def _times_of(self, candidate: Candidate) -> np.ndarray:
+        if candidate not in self._times_s:
+            self._times_s[candidate] = candidate.times_s(self._lengths)
+        return self._times_s[candidate]

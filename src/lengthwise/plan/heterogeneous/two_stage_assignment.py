@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.cost.overlapped import OverlappedCost
-from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, schedule
+from lengthwise.plan.solve.shop import Machines, ShopSchedule
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.draft_times import step_times_s
@@ -157,21 +157,10 @@ class PlacedStrategy:
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""
-        work_s = self._work(priced)
-        assignment = schedule(
-            work_s,
-            priced.lengths,
-            self._machines,
-            objective=self.problem.objective,
-            certificate=self._certificate(priced, work_s),
-        )
+        assignment = priced.scheduled(self._work(priced), self._machines)  # what bounds 1F1B is for users
         return tuple(
             map(self._pipeline, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
         ), assignment
-
-    def _certificate(self, priced: PricedBatch, work_s: np.ndarray) -> Certificate:
-        """Guide the search with what bounds the flow shop that it schedules; what bounds 1F1B is for users."""
-        return priced.certificate(work_s, self._machines)
 
     def _pipeline(
         self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from lengthwise.core.pipeline_config import (
 from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.data.size_buckets import round_down
 
+NUM_COMPARED = 32
+"""Lengths by which candidates are compared that stand in for one another."""
 Family = tuple[int, tuple[int, ...], WeightPlacement, bool, bool, int]
 """Degree, layers per stage, weights, whether gradients are sharded and backwards split, and slices: schemes that agree
 in them can stand in for one another, pack by pack."""
@@ -41,6 +43,7 @@ class Candidate:
     """Tokens up to which a sequence may be whole on one rank of a stage, which then sends nothing of it; 0: none is."""
     _recomputing: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
     _in_slices: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
+    _alone_s: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False)
 
     @cached_property
     def num_devices(self) -> int:
@@ -178,6 +181,12 @@ class Candidate:
         methods = (Method.DENSE,) * self.scheme.num_layers
         return replace(self.scheme, degree=1, methods=methods, shard_gradients=False)
 
+    def alone_s(self, longest: int) -> np.ndarray:
+        """Seconds per stage of micro-batches of one sequence, of some lengths up to ``longest``; computed once."""
+        if longest not in self._alone_s:
+            self._alone_s[longest] = self.times_s(_lengths_up_to(longest)) + self.overhead_s
+        return self._alone_s[longest]
+
     def weight_times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage of each sequence in gradients of weights that may wait; 0 where backwards are whole."""
         weight_times_s = getattr(self.cost, "weight_times_s", None)
@@ -212,6 +221,12 @@ class Candidate:
     def peak_bytes(self, num_tokens: np.ndarray) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed."""
         return self.cost.peak_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)
+
+
+@lru_cache(maxsize=256)
+def _lengths_up_to(longest: int) -> np.ndarray:
+    """The lengths by which candidates are compared that stand in for one another."""
+    return np.unique(np.geomspace(1, longest, NUM_COMPARED).astype(np.int64))
 
 
 def most_tokens(candidates: Iterable[Candidate]) -> int:

@@ -8,14 +8,16 @@ groups of heads joins where nothing else holds the longest sequence.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from itertools import chain, product
+from itertools import product
 
 import numpy as np
 
 from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, spread
 from lengthwise.plan.space.candidate import Candidate, make_candidates, most_tokens
 
@@ -119,9 +121,9 @@ def selective_candidates(
     Of the levels of recompute that ``candidates`` have, every second. Takes what :func:`ladder_candidates` takes.
     """
     make = partial(make_candidates, cost=cost, num_devices=num_devices, token_limit=token_limit)
-    added: list[Candidate] = []
+    added, compared = list[Candidate](), ComparedTimes(max_length)
     for scheme, members in _families(schemes, candidates).values():
-        fastest = FastestOfFamily(members, max_length, needs_longer=False)
+        fastest = FastestOfFamily(members, compared, needs_longer=False)
         if scheme.is_plain and members and not fastest.needs_no_recompute:
             levels = {member.scheme.num_recomputed: member.scheme for member in members if any(member.scheme.recompute)}
             every_second = reversed(sorted(levels, reverse=True)[::2])
@@ -173,32 +175,58 @@ def ladder_candidates(
     """
     families = _families(schemes, candidates)
     asked = RECOMPUTED if recomputed is None else (frozenset({recomputed}),)
-    made: dict[PipelineConfig, tuple[Candidate, ...]] = {}
-
-    def make(scheme: PipelineConfig) -> tuple[Candidate, ...]:
-        if scheme not in made:
-            made[scheme] = make_candidates([scheme], cost, num_devices=num_devices, token_limit=token_limit)
-        return made[scheme]
-
+    held_by_family, compared = _held_by_family(candidates), ComparedTimes(max_length)
     added: dict[Candidate, None] = {}
     for scheme, members in families.values():
-        smaller = [candidate for candidate in candidates if _is_within(candidate.scheme, scheme)]
-        for shares, hosts, tiles in product(asked, {has_host, False}, {tile_tokens, 0}):
+        if scheme.num_devices > num_devices:
+            continue
+        make = _RungCandidates(
+            Candidate(scheme=scheme, cost=cost, num_cluster_devices=num_devices, token_limit=token_limit)
+        )
+        smaller = [tokens for other, tokens in held_by_family if _is_within(other, scheme)]
+        for shares in asked:
             is_any = len(shares) > 1
             of_shares = [candidate for candidate in members if is_any or _share(candidate.scheme) in shares]
-            within = [candidate for candidate in smaller if is_any or _share(candidate.scheme) in shares]
-            needs_longer = most_tokens(within) < max_length
-            if not hosts and not (tiles and needs_longer):
-                continue
-            fastest = FastestOfFamily(of_shares, max_length, needs_longer=needs_longer)
-            rounds = [
-                [rung.of(scheme, tile_tokens=tiles) for rung in rungs if rung.is_possible(shares, hosts, tiles > 0)]
-                for rungs in (FASTER, MIXED, LEANER if needs_longer else ())
-            ]
-            added |= dict.fromkeys(
-                _paying(fastest, [chain.from_iterable(map(make, schemes)) for schemes in rounds if schemes])
-            )
+            within = (tokens for by_share in smaller for share, tokens in by_share.items() if is_any or share in shares)
+            needs_longer = max(within, default=0) < max_length
+            present = FastestOfFamily(of_shares, compared, needs_longer=needs_longer)
+            for hosts, tiles in product({has_host, False}, {tile_tokens, 0}):
+                if not hosts and not (tiles and needs_longer):
+                    continue
+                rounds = [
+                    [make(rung, tiles) for rung in rungs if rung.is_possible(shares, hosts, tiles > 0)]
+                    for rungs in (FASTER, MIXED, LEANER if needs_longer else ())
+                ]
+                added |= dict.fromkeys(_paying(copy(present), [candidates for candidates in rounds if candidates]))
     return tuple(added)
+
+
+class _RungCandidates:
+    """The candidates of one family under rungs of the ladder, each made once; they may hold nothing."""
+
+    def __init__(self, plain: Candidate) -> None:
+        self._plain = plain
+        self._by_rung: dict[tuple[Rung, int], Candidate] = {}
+        self._by_scheme: dict[PipelineConfig, Candidate] = {}
+
+    def __call__(self, rung: Rung, tile_tokens: int) -> Candidate:
+        key = rung, tile_tokens if rung.is_tiled else 0
+        if key not in self._by_rung:
+            scheme = rung.of(self._plain.scheme, tile_tokens=tile_tokens)
+            if scheme not in self._by_scheme:
+                self._by_scheme[scheme] = replace(self._plain, scheme=scheme)
+            self._by_rung[key] = self._by_scheme[scheme]
+        return self._by_rung[key]
+
+
+def _held_by_family(candidates: Iterable[Candidate]) -> list[tuple[PipelineConfig, dict[float, int]]]:
+    """A scheme of each family, and the most tokens that its candidates hold, by the share of layers they recompute."""
+    by_family: dict[object, tuple[PipelineConfig, dict[float, int]]] = {}
+    for candidate in candidates:
+        _, by_share = by_family.setdefault(family_of(candidate.scheme), (candidate.scheme, {}))
+        share = _share(candidate.scheme)
+        by_share[share] = max(candidate.max_tokens, by_share.get(share, 0))
+    return list(by_family.values())
 
 
 def head_group_candidates(
@@ -273,33 +301,56 @@ def family_of(scheme: PipelineConfig) -> object:
     return scheme.degree, scheme.stage_layers, scheme.methods, scheme.weights, scheme.shard_gradients
 
 
+class ComparedTimes:
+    """The seconds of one sequence alone under candidates, at some lengths up to the longest; computed once for each."""
+
+    def __init__(self, max_length: int) -> None:
+        self.max_length = max_length
+        self.lengths = np.unique(np.geomspace(1, max_length, COMPARED_LENGTHS).astype(np.int64))
+        self._times_s: dict[Candidate, np.ndarray] = {}
+
+    def of(self, candidate: Candidate) -> np.ndarray:
+        """The seconds at every length, whatever the candidate holds."""
+        if candidate not in self._times_s:
+            self._times_s[candidate] = candidate.times_s(self.lengths) + candidate.overhead_s
+        return self._times_s[candidate]
+
+    def held(self, candidate: Candidate) -> np.ndarray:
+        """The seconds at the lengths that the candidate holds; inf at others."""
+        return np.where(self.lengths <= candidate.max_tokens, self.of(candidate), np.inf)
+
+
 class FastestOfFamily:
     """The seconds of one sequence alone under the fastest of a family's candidates, by length."""
 
-    def __init__(self, candidates: Sequence[Candidate], max_length: int, *, needs_longer: bool) -> None:
-        self._lengths = np.unique(np.geomspace(1, max_length, COMPARED_LENGTHS).astype(np.int64))
-        self._times_s = np.full(len(self._lengths), np.inf)
+    def __init__(self, candidates: Sequence[Candidate], compared: ComparedTimes, *, needs_longer: bool) -> None:
+        self._compared = compared
+        self._times_s = np.full(len(compared.lengths), np.inf)
         for candidate in candidates:
-            np.minimum(self._times_s, self._times_of(candidate), out=self._times_s)
+            self._times_s = np.minimum(self._times_s, compared.held(candidate))
         self.needs_longer = needs_longer
         self._max_tokens = most_tokens(candidates)
         plain = [candidate.max_tokens for candidate in candidates if not any(candidate.scheme.recompute)]
-        self.needs_no_recompute = max(plain, default=0) >= max_length
-
-    def _times_of(self, candidate: Candidate) -> np.ndarray:
-        times_s = candidate.times_s(self._lengths) + candidate.overhead_s
-        return np.where(self._lengths <= candidate.max_tokens, times_s, np.inf)
+        self.needs_no_recompute = max(plain, default=0) >= compared.max_length
 
     def add(self, candidate: Candidate) -> bool:
         """Add a candidate, if it saves :data:`PAYS` at some length, or holds more than all others where that is needed.
 
-        Whether it was added.
+        Whether it was added. What holds nothing is not, nor what ``cost`` does not know. What a candidate holds is
+        asked for only where it matters: where it is no faster than others at any length, and may not be needed for
+        longer sequences, nobody asks.
         """
-        times_s = self._times_of(candidate)
-        pays = bool((times_s < (1 - PAYS) * self._times_s).any())
+        limit_s = (1 - PAYS) * self._times_s
+        try:
+            if not self.needs_longer and not (self._compared.of(candidate) < limit_s).any():
+                return False
+            times_s = self._compared.held(candidate)
+        except InputError:
+            return False  # no costs for it: a profile knows what was profiled
+        pays = bool((times_s < limit_s).any())
         if self.needs_longer and self._max_tokens < candidate.max_tokens:
             pays = True
         if pays:
-            np.minimum(self._times_s, times_s, out=self._times_s)
+            self._times_s = np.minimum(self._times_s, times_s)
             self._max_tokens = max(self._max_tokens, candidate.max_tokens)
         return pays

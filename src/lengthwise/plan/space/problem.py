@@ -15,10 +15,12 @@ from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
-from lengthwise.plan.solve.shop import Certificate, Machines, Objective, certify
+from lengthwise.plan.solve.shop import Certificate, Machines, Objective, ShopSchedule, certify, schedule
 from lengthwise.plan.space.candidate import Candidate, Family
 
 Made = TypeVar("Made")
+PRICED_STEPS = "priced steps"
+"""The name under which searches for proposals share typical steps, until a policy is prepared."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +73,10 @@ class PlanningProblem:
         if name not in self._made:
             self._made[name] = make()
         return cast(Made, self._made[name])
+
+    def forget(self, name: str) -> None:
+        """Drop what is kept under ``name``, where nobody is to ask for it again."""
+        self._made.pop(name, None)
 
     @property
     def cost(self) -> CostModel:
@@ -158,6 +164,9 @@ class PricedBatch:
     batch: GlobalBatch
     _times_s: dict[Candidate, np.ndarray] = field(default_factory=dict)
     _certificates: dict[Any, Certificate] = field(default_factory=dict)
+    _schedules: dict[Any, ShopSchedule] = field(default_factory=dict)
+    floors_s: dict[Candidate, float] = field(default_factory=dict)
+    """Seconds that the batch takes at least on equal pipelines of a candidate, as far as that was asked for."""
     drafted_by_policy: dict[str, Any] = field(default_factory=dict)
     """Draft plans by policy, of those that have planned the batch: some policies are moves of others."""
 
@@ -225,6 +234,16 @@ class PricedBatch:
         if key not in self._certificates:
             self._certificates[key] = certify(work, self.lengths, machines, objective=self.problem.objective)
         return self._certificates[key]
+
+    def scheduled(self, work: np.ndarray, machines: Sequence[Machines]) -> ShopSchedule:
+        """The schedule on these machines, found once as :meth:`certificate`, which guides it, is proven once."""
+        key = (*machines, work.tobytes())
+        if key not in self._schedules:
+            self._schedules[key] = schedule(
+                work, self.lengths, machines, objective=self.problem.objective,
+                certificate=self.certificate(work, machines),
+            )  # fmt: skip
+        return self._schedules[key]
 
     def overhead_s(self, candidate: Candidate) -> float:
         """Seconds per stage of a micro-batch before its first sequence."""

@@ -12,6 +12,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError, InputError, Setting
+from lengthwise.core.garbage import collection_paused
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec
@@ -149,6 +150,7 @@ class SearchSpace:
         return fields
 
 
+@collection_paused()
 def make_problem(
     cost: CostModel,
     *,

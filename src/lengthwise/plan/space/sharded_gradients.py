@@ -14,7 +14,7 @@ import numpy as np
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
 from lengthwise.plan.space.balanced_steps import BalancedSteps
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.memory_ladder import FastestOfFamily, family_of
+from lengthwise.plan.space.memory_ladder import ComparedTimes, FastestOfFamily, family_of
 
 PAYS = 0.005
 """Share of the seconds of typical steps that sharded gradients have to save."""
@@ -85,10 +85,9 @@ def _sharded_families(
     for candidate in candidates:
         if (family := family_of(candidate.scheme)) in families:
             families[family][1].append(candidate)
-    joined: list[PipelineConfig] = []
-    made: list[Candidate] = []
+    joined, made, compared = list[PipelineConfig](), list[Candidate](), ComparedTimes(max_length)
     for of_family, members in families.values():
-        fastest = FastestOfFamily(members, max_length, needs_longer=False)
+        fastest = FastestOfFamily(members, compared, needs_longer=False)
         if fastest.needs_no_recompute:
             continue
         others = make(of_family)

@@ -34,7 +34,7 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     edges = bucket_edges(problem, shortest=min(int(priced.lengths.min()) for priced in batches))
     policies = []
     for candidate in tiling_candidates(problem, policy="bucket"):
-        all_sizes = dict.fromkeys(batch_sizes(candidate, edges, budget=budget) for budget in BUDGETS)
+        all_sizes = dict.fromkeys(_batch_sizes(candidate, edges, BUDGETS))
         policies += [bucket(problem, candidate, edges=edges, sizes=sizes) for sizes in all_sizes]
     return fastest(policies, batches)
 
@@ -59,11 +59,16 @@ def bucket_edges(problem: PlanningProblem, *, shortest: int) -> tuple[int, ...]:
 
 def batch_sizes(candidate: Candidate, edges: tuple[int, ...], *, budget: float) -> tuple[int, ...]:
     """Sequences of a micro-batch of each bucket, whose time is to be ``budget`` times that of the longest length."""
+    return _batch_sizes(candidate, edges, [budget])[0]
+
+
+def _batch_sizes(candidate: Candidate, edges: tuple[int, ...], budgets: Sequence[float]) -> list[tuple[int, ...]]:
+    """The :func:`batch_sizes` of each budget."""
     lengths = np.array(edges)
     times_s = candidate.times_s(lengths)
     fitting = np.maximum(1, candidate.max_tokens // lengths)
-    wanted = np.maximum(1, np.floor(budget * times_s[0] / times_s))
-    return tuple(np.minimum(fitting, wanted).astype(int).tolist())
+    wanted = np.maximum(1, np.floor(np.array(budgets)[:, None] * times_s[0] / times_s))
+    return list(map(tuple, np.minimum(fitting, wanted).astype(int).tolist()))
 
 
 def _deal(

@@ -71,7 +71,7 @@ class EqualPipelines:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the step takes at least; cheap."""
-        return strategy_floor_s(priced, self.candidate, np.arange(len(priced.lengths))) + self.candidate.update_s
+        return batch_floor_s(priced, self.candidate) + self.candidate.update_s
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that no assignment of the batch to these pipelines beats."""
@@ -90,6 +90,13 @@ def ranks_of(problem: PlanningProblem, candidate: Candidate) -> list[tuple[int, 
         lambda: place([(candidate, count)], count * candidate.num_devices, problem.devices_per_node),
     )
     return [ranks for _, ranks in placed]
+
+
+def batch_floor_s(priced: PricedBatch, candidate: Candidate) -> float:
+    """What :func:`strategy_floor_s` answers for the whole batch, found once: policies ask for the same candidates."""
+    if candidate not in priced.floors_s:
+        priced.floors_s[candidate] = strategy_floor_s(priced, candidate, np.arange(len(priced.lengths)))
+    return priced.floors_s[candidate]
 
 
 def strategy_floor_s(priced: PricedBatch, candidate: Candidate, positions: np.ndarray) -> float:

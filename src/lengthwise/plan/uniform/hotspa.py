@@ -19,7 +19,7 @@ from lengthwise.plan.solve.makespan import longest_first
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
-from lengthwise.plan.uniform.equal_pipelines import Pack, ranks_of, strategy_bound_s, strategy_floor_s
+from lengthwise.plan.uniform.equal_pipelines import Pack, batch_floor_s, ranks_of, strategy_bound_s, strategy_floor_s
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, propose_ranges
 from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiling_candidates, tuning_batches
 
@@ -84,6 +84,8 @@ class HotSpaPolicy:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the step takes at least, cheaply: the floors of the phases, and the slowest update."""
+        if len(self.ranges) == 1:
+            return batch_floor_s(priced, self.candidate) + self.candidate.update_s
         candidates = [(length_range.mode.candidate, positions) for length_range, positions in self._split(priced)]
         floors_s = sum(strategy_floor_s(priced, candidate, positions) for candidate, positions in candidates)
         return floors_s + max(candidate.update_s for candidate, _ in candidates)

@@ -1,7 +1,8 @@
 """Length ranges with a homogeneous strategy each: which ranges and which strategies promise to be fast."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +43,7 @@ def propose_ranges(
 ) -> list[tuple[LengthRange, ...]]:
     """Promising ways to cut lengths into ranges, the one with the least estimated time first."""
     edges = _edges(problem, modes, shortest=min(int(priced.lengths.min()) for priced in batches))
-    costs_s = np.mean([estimates_s(priced, modes, edges) for priced in batches], axis=0)
+    costs_s = estimates_s(problem, modes, edges, batches)
     limits = np.array([mode.candidate.max_tokens for mode in modes])
     present = np.mean([_counts(priced, edges) > 0 for priced in batches], axis=0)
     allowed = (edges <= limits[:, None, None]) & (present > 0)
@@ -60,40 +61,73 @@ def propose_ranges(
     ]
 
 
-def estimates_s(priced: PricedBatch, modes: Sequence[RangeStrategy], edges: np.ndarray) -> np.ndarray:
-    """[modes, P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, in balance."""
-    order = np.argsort(priced.lengths, kind="stable")
-    ends = np.searchsorted(priced.lengths[order], edges, side="right")
-    tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[ends])
-    counts = np.maximum(_between(ends), 0)
-    last = np.maximum(ends - 1, 0)
-    times_s = {
-        candidate: priced.times_s(candidate)[order] for candidate in dict.fromkeys(mode.candidate for mode in modes)
-    }
-    work_s = {
-        candidate: _between(np.concatenate([[0.0], np.cumsum(mode_times_s)])[ends])
-        for candidate, mode_times_s in times_s.items()
-    }
+class _Modes:
+    """What estimates need of modes: columns [modes, 1]."""
 
-    def column(values: Iterable[float]) -> np.ndarray:
-        return np.array(list(values))[:, None, None]
+    def __init__(self, problem: PlanningProblem, modes: Sequence[RangeStrategy]) -> None:
+        self.candidates = list(dict.fromkeys(mode.candidate for mode in modes))
+        places = {candidate: place for place, candidate in enumerate(self.candidates)}
+        self.places = np.array([places[mode.candidate] for mode in modes])
+        """[modes] of the candidate of each."""
+        per_sequence = problem.overhead_per_sequence
+        self.overhead_s = self._column([0.0 if per_sequence else k.overhead_s for k in self.candidates])
+        self.bubbles = self._column([k.num_stages - 1 for k in self.candidates])
+        self.num_pipelines = self._column([problem.num_devices // k.num_devices for k in self.candidates])
+        self.max_tokens = self._column([k.max_tokens for k in self.candidates])
+        self.rounds = np.array([mode.rounds for mode in modes])[:, None]
 
-    overhead_s = column(priced.overhead_s(mode.candidate) for mode in modes)
-    bubbles = column(mode.candidate.num_stages - 1 for mode in modes)
-    num_pipelines = column(priced.problem.num_devices // mode.candidate.num_devices for mode in modes)
-    rounds = column(mode.rounds for mode in modes)
-    packs = np.maximum(
-        -(-tokens // column(mode.candidate.max_tokens for mode in modes)), np.minimum(counts, num_pipelines * rounds)
-    )
+    def _column(self, values: Sequence[float]) -> np.ndarray:
+        return np.array(values)[self.places, None]
+
+
+def estimates_s(
+    problem: PlanningProblem, modes: Sequence[RangeStrategy], edges: np.ndarray, batches: Sequence[PricedBatch]
+) -> np.ndarray:
+    """[modes, P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, in balance: of
+    the average batch.
+    """
+    of_modes = _Modes(problem, modes)
+    total_s = np.zeros((len(modes), len(edges), len(edges)))
+    for priced in batches:
+        order = np.argsort(priced.lengths, kind="stable")
+        ends = np.searchsorted(priced.lengths[order], edges, side="right")
+        first, last = np.nonzero(_between(ends) > 0)  # other ranges have no sequences, and take no time
+        tokens = np.concatenate([[0], np.cumsum(priced.lengths[order])])[ends]
+        times_s = np.stack([priced.times_s(candidate)[order] for candidate in of_modes.candidates])
+        done_s = np.concatenate([np.zeros((len(times_s), 1)), np.cumsum(times_s, axis=1)], axis=1)[:, ends]
+        of_ranges = _Ranges(
+            counts=(ends[last] - ends[first])[None, :],
+            tokens=(tokens[last] - tokens[first])[None, :],
+            work_s=done_s[:, last] - done_s[:, first],
+            longest_s=times_s[:, np.maximum(ends - 1, 0)[last]],
+        )
+        total_s[:, first, last] += _balanced_s(of_modes, of_ranges, problem.objective)
+    return total_s / len(batches)
+
+
+class _Ranges(NamedTuple):
+    """Sequences of R ranges of lengths under C candidates."""
+
+    counts: np.ndarray
+    """[1, R]"""
+    tokens: np.ndarray
+    """[1, R]"""
+    work_s: np.ndarray
+    """[C, R] seconds of all of them."""
+    longest_s: np.ndarray
+    """[C, R] seconds of the longest."""
+
+
+def _balanced_s(modes: _Modes, ranges: _Ranges, objective: Objective) -> np.ndarray:
+    """[modes, R] seconds of each range in balance."""
+    num_pipelines = modes.num_pipelines
+    packs = np.maximum(-(-ranges.tokens // modes.max_tokens), np.minimum(ranges.counts, num_pipelines * modes.rounds))
     packs = np.maximum(packs, 1)
-    load_s = np.stack([work_s[mode.candidate] for mode in modes]) + packs * overhead_s
-    alone_s = np.stack([times_s[mode.candidate][last] for mode in modes])[:, None, :] + overhead_s
-    longest_s = np.maximum(load_s / packs, alone_s)
-    if priced.problem.objective is Objective.MAX_TIMES_COUNT:
-        total_s = longest_s * (bubbles + np.ceil(packs / num_pipelines))
-    else:
-        total_s = np.maximum(load_s / num_pipelines, longest_s) + bubbles * longest_s
-    return np.where(counts > 0, total_s, 0.0)
+    load_s = ranges.work_s[modes.places] + packs * modes.overhead_s
+    longest_s = np.maximum(load_s / packs, ranges.longest_s[modes.places] + modes.overhead_s)
+    if objective is Objective.MAX_TIMES_COUNT:
+        return longest_s * (modes.bubbles + np.ceil(packs / num_pipelines))
+    return np.maximum(load_s / num_pipelines, longest_s) + modes.bubbles * longest_s
 
 
 def _between(cumulated: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_times import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
-from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, in_turn
+from lengthwise.plan.uniform.equal_pipelines import ROUNDING, EqualPipelines, Pack, batch_floor_s, in_turn
 from lengthwise.plan.uniform.tune import tiling_candidates, tuning_batches
 
 
@@ -33,6 +33,9 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     best, best_s = (candidates[0], 1), np.inf
     for candidate in candidates:
         outside_s = candidate.update_s
+        unpadded_s = float(np.mean([batch_floor_s(priced, candidate) for priced in batches])) * (1 - ROUNDING)
+        if outside_s + unpadded_s >= best_s:
+            continue
         for size in [problem.batch_size] if problem.batch_size else _sizes(problem, candidate, max_sequences):
             dealt_s = [_dealt_s(priced, candidate, size=size) for priced in batches]
             if outside_s + np.mean([_floor_s(times_s, candidate) for times_s in dealt_s]) >= best_s:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.plan.heterogeneous.propose.estimate import DEADLINE_RATIO, Estimator
-from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
+from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps, price_steps
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
 from lengthwise.plan.solve.shop import Objective
 from tests.examples import examples
@@ -34,7 +34,9 @@ def test_estimates_are_near_what_is_planned(data, problem, objective):
     tiler = Tiler(workload, problem.devices_per_node)
     counts = any_tiling(data.draw, workload, tiler)
     estimator = Estimator(workload, objective)
-    planned = PlannedSteps(problem, problem.samples).under(strategy_of(workload.candidates, counts))
+    planned = PlannedSteps(problem, price_steps(problem, problem.samples)).under(
+        strategy_of(workload.candidates, counts)
+    )
     for step, estimate_s in enumerate(estimator.times_s(np.array([counts]))[0]):
         planned_s = planned.time_s(step) - planned.update_s
         if np.isinf(estimate_s):  # never, or later than estimates go

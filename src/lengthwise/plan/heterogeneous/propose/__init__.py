@@ -13,13 +13,13 @@ import numpy as np
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.choose import OPTIMISM, StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
-from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
-from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
+from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps, price_steps
+from lengthwise.plan.heterogeneous.propose.reduce import EqualPipelineEstimates, reduce_candidates
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
 from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, fillable, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
-from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.space.problem import PRICED_STEPS, PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.tune import tuning_batches
 
 __all__ = ["Proposal", "Proposer", "propose", "reduce_candidates"]
@@ -81,6 +81,7 @@ class Proposer:
         self.samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
         self.num_searches = 0
         self._planned: dict[tuple[int, int], PlannedSteps] = {}
+        self._estimates: dict[tuple[int, int], EqualPipelineEstimates] = {}
         self._searched: dict[tuple[object, ...], list[Proposal]] = {}
 
     def propose(
@@ -113,7 +114,7 @@ class Proposer:
         effort: int,
     ) -> list[Proposal] | None:
         """Strategies that fill all devices of ``problem``; None where no mix does."""
-        equal = likely_equal(problem, candidates, samples, holding=holding)
+        equal = self._equal(problem, samples).likely(candidates, holding=holding)
         candidates = reduce_candidates(candidates, np.append(np.concatenate(samples), holding), keep=equal)
         key = (problem.num_devices, holding, max_strategies, effort, *candidates)
         if key in self._searched:
@@ -148,13 +149,23 @@ class Proposer:
         ]
         return self._searched[key]
 
+    def _equal(self, problem: PlanningProblem, samples: Sequence[np.ndarray]) -> EqualPipelineEstimates:
+        """Estimates of equal pipelines on the samples, cut to what some candidates hold."""
+        key = problem.num_devices, max(int(sample.max()) for sample in samples)
+        if key not in self._estimates:
+            self._estimates[key] = EqualPipelineEstimates(problem, samples)
+        return self._estimates[key]
+
     def _steps(
         self, problem: PlanningProblem, samples: Sequence[np.ndarray], steps: Sequence[int], holding: int
     ) -> PlannedSteps:
         """The steps that strategies are compared on, cut to what the candidates hold."""
         key = problem.num_devices, min(holding, max(int(sample.max()) for sample in samples))
         if key not in self._planned:
-            self._planned[key] = PlannedSteps(problem, [samples[step] for step in steps])
+            shared: dict[object, list[PricedBatch]] = problem.once(PRICED_STEPS, dict)
+            if (*key, *steps) not in shared:
+                shared[(*key, *steps)] = price_steps(problem, [samples[step] for step in steps])
+            self._planned[key] = PlannedSteps(problem, shared[(*key, *steps)])
         return self._planned[key]
 
 

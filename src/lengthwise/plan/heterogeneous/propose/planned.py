@@ -18,18 +18,21 @@ def pack_tokens_of(candidate: ProposedCandidate) -> int:
     return tile_of(candidate, 1).candidate.max_tokens
 
 
+def price_steps(problem: PlanningProblem, steps: Sequence[np.ndarray]) -> list[PricedBatch]:
+    """The steps of these lengths, with nothing known of them yet."""
+    return [
+        PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist())))
+        for step, lengths in enumerate(steps)
+    ]
+
+
 class PlannedSteps:
     """Some steps, planned under one strategy after another, each once."""
 
-    def __init__(self, problem: PlanningProblem, steps: Sequence[np.ndarray]) -> None:
-        self.problem = problem
+    def __init__(self, problem: PlanningProblem, priced: Sequence[PricedBatch]) -> None:
+        """``priced``: the steps; what others found of them is not found again."""
+        self.problem, self._priced = problem, priced
         self._under: dict[frozenset[tuple[ProposedCandidate, int]], PlannedStrategy] = {}
-        self._priced = [
-            PricedBatch(
-                problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()))
-            )
-            for step, lengths in enumerate(steps)
-        ]
 
     def under(self, strategy: Sequence[tuple[ProposedCandidate, int]]) -> "PlannedStrategy":
         """The steps under one strategy."""

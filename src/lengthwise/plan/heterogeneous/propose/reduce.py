@@ -53,28 +53,47 @@ def reduce_candidates(
     return [candidates[index] for index in sorted(list(dict.fromkeys(wanted))[:max_candidates])]
 
 
-def likely_equal(
-    problem: PlanningProblem, candidates: Sequence[ProposedCandidate], samples: Sequence[np.ndarray], *, holding: int
-) -> list[ProposedCandidate]:
-    """The few candidates holding ``holding`` tokens whose equal pipelines are probably fastest on the samples.
-
-    As if work could be balanced: each of d pipelines computes a d-th of it and one of the d longest sequences, for
-    which all its other stages wait.
+class EqualPipelineEstimates:
+    """What steps take on equal pipelines of one candidate after another, as if work could be balanced: each of d
+    pipelines computes a d-th of it and one of the d longest sequences, for which all its other stages wait.
     """
-    tiling = [
-        candidate
-        for candidate in candidates
-        if problem.num_devices % candidate.num_devices == 0 and candidate.max_tokens >= holding
-    ]
-    chosen = [np.unique(sample, return_counts=True) for sample in samples[:: -(-len(samples) // EQUAL_STEPS)]]
-    estimates_s = [sum(_equal_s(problem, candidate, *lengths) for lengths in chosen) for candidate in tiling]
-    return [tiling[index] for index in np.argsort(estimates_s, kind="stable")[:EQUAL_CANDIDATES]]
+
+    def __init__(self, problem: PlanningProblem, samples: Sequence[np.ndarray]) -> None:
+        self._problem = problem
+        self._steps = [np.unique(sample, return_counts=True) for sample in samples[:: -(-len(samples) // EQUAL_STEPS)]]
+        self._ends = np.cumsum([len(lengths) for lengths, _ in self._steps])[:-1]
+        self._lengths = np.concatenate([lengths for lengths, _ in self._steps])
+        self._sums_s: dict[ProposedCandidate, float] = {}
+
+    def likely(self, candidates: Sequence[ProposedCandidate], *, holding: int) -> list[ProposedCandidate]:
+        """The few candidates holding ``holding`` tokens whose equal pipelines are probably fastest on the samples."""
+        tiling = [
+            candidate
+            for candidate in candidates
+            if self._problem.num_devices % candidate.num_devices == 0 and candidate.max_tokens >= holding
+        ]
+        order = np.argsort([self._sum_s(candidate) for candidate in tiling], kind="stable")
+        return [tiling[index] for index in order[:EQUAL_CANDIDATES]]
+
+    def _sum_s(self, candidate: ProposedCandidate) -> float:
+        if candidate not in self._sums_s:
+            of_steps = np.split(candidate.times_s(self._lengths), self._ends)
+            self._sums_s[candidate] = sum(
+                _equal_s(self._problem, candidate, times_s, *step) for times_s, step in zip(of_steps, self._steps)
+            )
+        return self._sums_s[candidate]
 
 
-def _equal_s(problem: PlanningProblem, candidate: ProposedCandidate, lengths: np.ndarray, counts: np.ndarray) -> float:
+def _equal_s(
+    problem: PlanningProblem,
+    candidate: ProposedCandidate,
+    times_s: np.ndarray,
+    lengths: np.ndarray,
+    counts: np.ndarray,
+) -> float:
     """Seconds of ``counts`` sequences of each length, the shortest first, on equal pipelines of ``candidate``."""
     count, overhead_s = problem.num_devices // candidate.num_devices, candidate.overhead_s
-    times_s = candidate.times_s(lengths) + overhead_s * problem.overhead_per_sequence
+    times_s = times_s + overhead_s * problem.overhead_per_sequence
     tokens = int(lengths @ counts)
     packs_s = (
         0.0 if problem.overhead_per_sequence else overhead_s * max(1.0, tokens / pack_tokens_of(candidate) / count)
