@@ -43,10 +43,10 @@ from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan
 from lengthwise.plan.space.draft_times import step_times_s
-from lengthwise.plan.space.parts import holding, main_parts, parts_of
+from lengthwise.plan.space.parts import FEW_DEVICES, holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.shared_work import shared_work, work_shares
-from lengthwise.plan.space.split_backwards import SplitBackwards
+from lengthwise.plan.space.split_backwards import SplitBackwards, with_whole_backwards
 from lengthwise.plan.uniform.tune import tuning_batches
 
 TUNED = ("static", "packed", "hotspa")
@@ -59,8 +59,9 @@ SEARCH_SHARE, WAITED_SHARE = 1.0, 0.1
 """The share that searching may take of the seconds that the bound leaves to gain, and where training waits for it."""
 PLANS_A_PART = 6
 """About so many strategies are planned in the time in which a part of the search space is searched."""
-VERY_FEW_DEVICES, FEW_DEVICES = 64, 128
-"""Devices up to which strategies are proposed for the corpus of all parts of the search space, and of the main ones."""
+VERY_FEW_DEVICES = 64
+"""Devices up to which strategies are proposed for the corpus of all parts of the search space, not the main ones alone.
+"""
 WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
 """How many strategies of the corpus are planned at most where training waits, the most promising first: so many, and up
 to so many while their plans assign fewer sequences than this."""
@@ -122,6 +123,7 @@ class AutoPolicy:
         planned = _planned(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
         drafts = _drafts_of(planned)
         if num_parts := _num_parts(priced, _least_s(drafts) - bound_s):
+            num_parts += with_whole_backwards(self.parts[0]) != self.parts[0]  # a search with split backwards, too
             drafts += _drafts_of(self._search(priced, num_parts, planned))
         if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
@@ -201,15 +203,16 @@ def proposals_of_parts(
     of_everything: Sequence[Proposal] = (),
 ) -> Iterator[list[Proposal]]:
     """Strategies of the search space, ``parts[0]``, unless given, and of its parts; not of those that have all that was
-    proposed of a larger part, of everything or in between, as a search of them would find the same. Of that without
-    slices in any case, as few of others are looked at beside many with slices.
+    proposed of a larger part, of everything or in between, as a search of them would find the same. Of those with
+    whole backwards, and of these without slices, in any case, as few of others are looked at beside many.
     """
     if parts and not of_everything:
         yield (of_everything := proposer.propose(families_of(problem, parts[0])))
+    whole = with_whole_backwards(parts[0]) if parts else ()
     searched: list[tuple[set[Candidate], Sequence[Proposal]]] = [(set(parts[0]), of_everything)] if parts else []
     for part in parts[1:]:
         members = set(part)
-        is_whole = part == tuple([candidate for candidate in parts[0] if candidate.scheme.slices == 1])
+        is_whole = part in (whole, tuple([candidate for candidate in whole if candidate.scheme.slices == 1]))
         of_larger = (proposed for larger, proposed in searched if larger >= members)
         if is_whole or not any(all(members.issuperset(_members(k)) for k in proposed) for proposed in of_larger):
             yield (of_part := proposer.propose(families_of(problem, part)))

@@ -9,7 +9,9 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.parts import FEW_DEVICES
 from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.space.split_backwards import with_whole_backwards
 
 MOST_COMPARED = 1 << 18
 """Sequences on which the candidates of a family are compared; of more, some at even distances by length."""
@@ -112,8 +114,13 @@ def placed_strategy(problem: PlanningProblem, counts: StrategyCounts) -> PlacedS
 
 
 def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
-    """The families of the search space, as :func:`families_of` makes them."""
-    return families_of(problem, problem.candidates)
+    """The families of the search space, as :func:`families_of` makes them.
+
+    Of many devices, for which no parts are searched beside it, those with whole backwards: plans that are found are
+    split then, and more families would leave fewer of each in the search.
+    """
+    is_large = problem.num_devices > FEW_DEVICES
+    return families_of(problem, with_whole_backwards(problem.candidates) if is_large else problem.candidates)
 
 
 def families_of(problem: PlanningProblem, candidates: Sequence[Candidate]) -> list[CandidateFamily]:

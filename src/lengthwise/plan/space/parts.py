@@ -9,7 +9,10 @@ from itertools import combinations
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.split_backwards import with_whole_backwards
 
+FEW_DEVICES = 128
+"""Devices up to which strategies are proposed for the corpus of parts of the search space, too."""
 Test = Callable[[PipelineConfig], bool]
 """Whether a scheme is in a part."""
 FEW_METHODS = 3
@@ -17,12 +20,13 @@ FEW_METHODS = 3
 
 
 def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
-    """The candidates, then the parts of them, each once.
+    """The candidates, then the parts of them, each once; all but the first with whole backwards.
 
-    Without slices; without offload and tiles; without sharded gradients; with whole backwards; without each of the
-    methods; of each lower degree and number of stages at most; without tiles; those that recompute no layer, or all;
-    then of fewer methods.
+    Without slices; without offload and tiles; without sharded gradients; without each of the methods; of each lower
+    degree and number of stages at most; without tiles; those that recompute no layer, or all; then of fewer methods.
     """
+    first, *main = main_parts(candidates)
+    candidates = with_whole_backwards(candidates)
     shared = _shared_methods(candidates)
     degrees = sorted({candidate.scheme.degree for candidate in candidates}, reverse=True)[1:]
     stages = sorted({candidate.num_stages for candidate in candidates}, reverse=True)[1:]
@@ -34,23 +38,23 @@ def parts_of(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
         lambda scheme: all(scheme.recompute),
         *map(_without, _fewer(shared)),
     ]
-    return list(dict.fromkeys([*main_parts(candidates), *_passing(candidates, tests)]))
+    return list(dict.fromkeys([first, *main, *_passing(candidates, tests)]))
 
 
 def main_parts(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
-    """The candidates, those without slices, those without offload and tiles, those without sharded gradients, those
-    with whole backwards, and those without each of the methods, each once.
+    """The candidates, and of those with whole backwards all, those without slices, those without offload and tiles,
+    those without sharded gradients, and those without each of the methods, each once.
     """
+    everything, candidates = tuple(candidates), with_whole_backwards(candidates)
     without_one = (_without((method,)) for method in reversed(_shared_methods(candidates)))
     tests = [
         lambda scheme: True,
         lambda scheme: scheme.slices == 1,
         lambda scheme: scheme.is_plain,
         lambda scheme: not scheme.shard_gradients,
-        lambda scheme: not scheme.zero_bubble,
         *without_one,
     ]
-    return list(dict.fromkeys(_passing(candidates, tests)))
+    return list(dict.fromkeys([everything, *_passing(candidates, tests)]))
 
 
 def _passing(candidates: Sequence[Candidate], tests: Sequence[Test]) -> list[tuple[Candidate, ...]]:

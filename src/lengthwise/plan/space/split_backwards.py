@@ -46,6 +46,16 @@ def with_split_backwards(candidates: Sequence[Candidate], mode: ZeroBubble) -> t
     return (*candidates, *(candidate for candidate in split.values() if candidate.max_tokens >= 1))
 
 
+def with_whole_backwards(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates without those that split backwards, where the same scheme with whole ones is among them."""
+    whole = {candidate.scheme for candidate in candidates if not candidate.scheme.zero_bubble}
+    return tuple(
+        candidate
+        for candidate in candidates
+        if not candidate.scheme.zero_bubble or replace(candidate.scheme, zero_bubble=False) not in whole
+    )
+
+
 def _split(candidate: Candidate) -> Candidate:
     return replace(candidate, scheme=replace(candidate.scheme, zero_bubble=True))
 

@@ -5,7 +5,6 @@ order of a floor below their time, and a trial ends as soon as floors alone show
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +15,7 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase
 from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.split_backwards import with_whole_backwards
 
 MAX_BATCHES = 8
 MAX_SEQUENCES = 6_000
@@ -101,13 +101,7 @@ def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidat
     """
     fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
-        run_1f1b = {candidate.scheme for candidate in fitting if not candidate.scheme.zero_bubble}
-        plain = [
-            candidate
-            for candidate in fitting
-            if candidate.scheme.slices == 1
-            and not (candidate.scheme.zero_bubble and replace(candidate.scheme, zero_bubble=False) in run_1f1b)
-        ]
+        plain = [candidate for candidate in with_whole_backwards(fitting) if candidate.scheme.slices == 1]
         return few_recomputes(plain or fitting)
     leanest = problem.leanest
     raise InfeasibleError(
