@@ -208,11 +208,11 @@ def proposals_of_parts(
     """
     if parts and not of_everything:
         yield (of_everything := proposer.propose(families_of(problem, parts[0])))
-    whole = with_whole_backwards(parts[0]) if parts else ()
+    unsplit = with_whole_backwards(parts[0]) if parts else ()
     searched: list[tuple[set[Candidate], Sequence[Proposal]]] = [(set(parts[0]), of_everything)] if parts else []
     for part in parts[1:]:
         members = set(part)
-        is_whole = part in (whole, tuple([candidate for candidate in whole if candidate.scheme.slices == 1]))
+        is_whole = part in (unsplit, tuple([candidate for candidate in unsplit if candidate.scheme.slices == 1]))
         of_larger = (proposed for larger, proposed in searched if larger >= members)
         if is_whole or not any(all(members.issuperset(_members(k)) for k in proposed) for proposed in of_larger):
             yield (of_part := proposer.propose(families_of(problem, part)))

@@ -48,11 +48,11 @@ def with_split_backwards(candidates: Sequence[Candidate], mode: ZeroBubble) -> t
 
 def with_whole_backwards(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """The candidates without those that split backwards, where the same scheme with whole ones is among them."""
-    whole = {candidate.scheme for candidate in candidates if not candidate.scheme.zero_bubble}
+    unsplit = {candidate.scheme for candidate in candidates if not candidate.scheme.zero_bubble}
     return tuple(
         candidate
         for candidate in candidates
-        if not candidate.scheme.zero_bubble or replace(candidate.scheme, zero_bubble=False) not in whole
+        if not candidate.scheme.zero_bubble or replace(candidate.scheme, zero_bubble=False) not in unsplit
     )
 
 
