@@ -99,6 +99,8 @@ class AutoPolicy:
         self.runs, self.split_backwards = FastestRuns(self.candidates), SplitBackwards(self.candidates)
         self.others = others
         self.parts = parts_of(problem.candidates)
+        self.num_more_searches = int(with_whole_backwards(problem.candidates) != problem.candidates)
+        """One with split backwards beside those without, where the search space has any."""
         families = [families_of(problem, part) for part in holding(self.parts, problem.max_length)]
         proposed = proposals(problem, candidate_families)
         if problem.num_devices <= FEW_DEVICES:
@@ -123,7 +125,7 @@ class AutoPolicy:
         planned = _planned(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
         drafts = _drafts_of(planned)
         if num_parts := _num_parts(priced, _least_s(drafts) - bound_s):
-            num_parts += with_whole_backwards(self.parts[0]) != self.parts[0]  # a search with split backwards, too
+            num_parts += self.num_more_searches
             drafts += _drafts_of(self._search(priced, num_parts, planned))
         if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, runs_of
-from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s, step_times_s
+from lengthwise.plan.space.draft_times import draft_pipeline_s, faster_with, pack_times_s
 from lengthwise.plan.space.placed_sequences import with_local_sequences
 from lengthwise.plan.space.problem import PricedBatch
 
@@ -30,16 +30,10 @@ class LocalSequences:
 
     def faster(self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
         """Draft plans that are faster with whole sequences on single ranks than as they are, and their seconds."""
-        near_s, options = NEARLY * min(draft_s for _, draft_s in drafts), list[tuple[DraftPlan, float]]()
-        for draft, draft_s in drafts if self.candidates else ():
-            if draft_s > near_s:
-                continue
-            phases = tuple(tuple(self._pipeline(priced, pipeline) for pipeline in phase) for phase in draft.phases)
-            if phases != draft.phases:
-                option = replace(draft, phases=phases)
-                if (option_s := sum(step_times_s(priced, option))) < draft_s:
-                    options.append((option, option_s))
-        return options
+        if not self.candidates:
+            return []
+        near_s = NEARLY * min(draft_s for _, draft_s in drafts)
+        return faster_with(priced, [draft for draft in drafts if draft[1] <= near_s], self._pipeline)
 
     def _pipeline(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
         """The pipeline with every pack as the faster of two candidates."""

@@ -1,6 +1,7 @@
 """The price of draft plans: seconds of packs, of pipelines and of steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, chain, islice, pairwise
 from math import inf
 from typing import NamedTuple
@@ -366,3 +367,19 @@ def whole_update_s(priced: PricedBatch, draft: DraftPlan) -> float:
 def time_s(priced: PricedBatch, draft: DraftPlan) -> float:
     """Predicted seconds of the whole step."""
     return sum(step_times_s(priced, draft))
+
+
+def faster_with(
+    priced: PricedBatch,
+    drafts: Sequence[tuple[DraftPlan, float]],
+    change: Callable[[PricedBatch, PipelineDraft], PipelineDraft],
+) -> list[tuple[DraftPlan, float]]:
+    """The draft plans with every pipeline changed, and their seconds, of those that are faster for it."""
+    options = []
+    for draft, draft_s in drafts:
+        phases = tuple(tuple(change(priced, pipeline) for pipeline in phase) for phase in draft.phases)
+        if phases != draft.phases:
+            option = replace(draft, phases=phases)
+            if (option_s := time_s(priced, option)) < draft_s:
+                options.append((option, option_s))
+    return options

@@ -11,7 +11,7 @@ from enum import StrEnum
 from lengthwise.core.pipeline_config import SPLIT_BACKWARD_METHODS, PipelineConfig
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
-from lengthwise.plan.space.draft_times import step_times_s
+from lengthwise.plan.space.draft_times import faster_with
 from lengthwise.plan.space.problem import PricedBatch
 
 
@@ -74,14 +74,7 @@ class SplitBackwards:
 
     def faster(self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
         """Draft plans that are faster with split backwards than as they are, split, and their seconds."""
-        options = []
-        for draft, draft_s in drafts:
-            phases = tuple(tuple(self._pipeline(priced, pipeline) for pipeline in phase) for phase in draft.phases)
-            if phases != draft.phases:
-                option = replace(draft, phases=phases)
-                if (option_s := sum(step_times_s(priced, option))) < draft_s:
-                    options.append((option, option_s))
-        return options
+        return faster_with(priced, drafts, self._pipeline)
 
     def _pipeline(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
         """The pipeline with split backwards, if it has several stages, all its packs can and still fit."""
