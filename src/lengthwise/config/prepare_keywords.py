@@ -23,6 +23,7 @@ from lengthwise.config.choices import (
     ShardGradients,
     StatePlace,
     TrainingObjective,
+    ZeroBubbleName,
 )
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_options import PrepareOptions
@@ -81,6 +82,7 @@ class PrepareKeywords(TypedDict, total=False):
     packing: Packing
     weights: HeldWeights
     shard_gradients: ShardGradients
+    zero_bubble: ZeroBubbleName
     recompute: Literal[Recompute, "selective"]
     feed_forward_tile: int | None
     compile: bool

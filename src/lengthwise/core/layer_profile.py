@@ -30,9 +30,12 @@ class LayerVariant:
     """Whether the layer was recomputed but for attention: t_b has its second forward, and m is what attention gave."""
     head_groups: int = 1
     """Groups of heads that attention computed one after the other; 1: all at once."""
+    split_backward: bool = False
+    """Whether the backward left gradients of weights for later: t_b is without them, m what is kept for them."""
 
 
 AS_PREPARED = LayerVariant()
+SPLIT_BACKWARD = LayerVariant(split_backward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +76,17 @@ class LayerRow:
     """As :class:`LayerVariant` has it, like those that follow."""
     keep_attention: bool = False
     head_groups: int = 1
+    split_backward: bool = False
+    weights_s: float = 0.0
+    """Seconds of the gradients of weights that a split backward of one layer left for later."""
 
     @cached_property
     def variant(self) -> LayerVariant:
         """How the layers computed."""
         return LayerVariant(
-            tile_tokens=self.tile_tokens, keep_attention=self.keep_attention, head_groups=self.head_groups
-        )
+            tile_tokens=self.tile_tokens, keep_attention=self.keep_attention, head_groups=self.head_groups,
+            split_backward=self.split_backward,
+        )  # fmt: skip
 
     @cached_property
     def num_tokens(self) -> int:

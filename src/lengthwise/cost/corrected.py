@@ -67,6 +67,11 @@ class CorrectedCost:
         return per_token_s * factor, per_call_s * factor
 
     @property
+    def prices_split_backwards(self) -> bool:
+        """Whether schemes may split backwards, as the base says."""
+        return bool(getattr(self.base, "prices_split_backwards", True))
+
+    @property
     def prices_slices(self) -> bool:
         """Whether schemes may cut micro-batches into slices, as the base says."""
         return bool(getattr(self.base, "prices_slices", False))

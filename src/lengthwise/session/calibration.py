@@ -90,6 +90,7 @@ def measured_rows(
     table: LayerTable,
     shared: Sequence[tuple[int, Method]],
     variant: LayerVariant,
+    effort: ProfilingEffort | None = None,
 ) -> tuple[LayerRow, ...]:
     """Rows of the same model whose layers compute as ``variant`` says; none if not even the shortest pack that can show
     it fits.
@@ -102,12 +103,23 @@ def measured_rows(
             degrees=sorted({degree for degree, _ in shared}),
             methods=methods,
             update_s=table.update_s,
+            effort=effort or ProfilingEffort(),
             variant=variant,
         )
     except InputError as error:
         _log.debug("plans have no layers as %s: %s", variant, error)
         return ()
     return measured.rows
+
+
+def with_rows(
+    prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost, rows: tuple[LayerRow, ...]
+) -> DualLayerCost:
+    """The costs with more rows, which are saved with the others."""
+    table = replace(cost.table, rows=(*cost.table.rows, *rows))
+    if rows and options.cost is None and prepared.world.is_first:
+        table.save(profile_path(prepared, options))
+    return cost.with_table(table)
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.layer_profile import LayerRow, LayerVariant
+from lengthwise.core.layer_profile import LayerVariant
 from lengthwise.core.pipeline_config import Method
 from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
@@ -26,7 +26,7 @@ from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_tiles
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
-from lengthwise.session.calibration import measured_rows, profile_path
+from lengthwise.session.calibration import measured_rows, with_rows
 
 _log = logging.getLogger("lengthwise")
 
@@ -81,7 +81,7 @@ def _with_kept_attention(
     if all(row.kept_bytes <= 1 for row in rows):
         _log.debug("plans keep no attention: layers launch no kernel of attention that is known")
         return cost
-    return _with_rows(prepared, options, cost, rows)
+    return with_rows(prepared, options, cost, rows)
 
 
 def _attention_pays(cost: DualLayerCost, longest: int) -> bool:
@@ -91,16 +91,6 @@ def _attention_pays(cost: DualLayerCost, longest: int) -> bool:
         if fit.forward.a_s * longest**2 > PAYS * (2 * forward_s + backward_s):
             return True
     return False
-
-
-def _with_rows(
-    prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost, rows: tuple[LayerRow, ...]
-) -> DualLayerCost:
-    """The costs with more rows, which are saved with the others."""
-    table = replace(cost.table, rows=(*cost.table.rows, *rows))
-    if rows and options.cost is None and prepared.world.is_first:
-        table.save(profile_path(prepared, options))
-    return cost.with_table(table)
 
 
 def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLayerCost) -> DualLayerCost:
@@ -126,7 +116,7 @@ def _with_tiles(prepared: PreparedModel, options: PrepareOptions, cost: DualLaye
     if cost.tile_tokens:  # measured in an earlier run
         return cost
     rows = measured_rows(prepared, cost.table, list(cost.fits), LayerVariant(tile_tokens=tile_tokens))
-    return _with_rows(prepared, options, cost, rows)
+    return with_rows(prepared, options, cost, rows)
 
 
 def _with_head_groups(
@@ -151,7 +141,7 @@ def _with_head_groups(
     if variant in cost.table.variants:  # measured in an earlier run
         return cost
     rows = measured_rows(prepared, cost.table, [(degree, Method.ULYSSES)], variant)
-    return _with_rows(prepared, options, cost, rows)
+    return with_rows(prepared, options, cost, rows)
 
 
 def _num_head_groups(prepared: PreparedModel, degree: int) -> int:

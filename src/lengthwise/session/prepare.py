@@ -60,6 +60,7 @@ from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.prepare_planning import ForwardPlanner, form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
+from lengthwise.session.split_backwards import with_split_backwards
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
@@ -341,6 +342,7 @@ def _planner(
     cost, keep_layers = place_weights(prepared, options, cost, longest)
     options = options.model_copy(update={"shard_gradients": shared_gradients(prepared, options, cost)})
     max_stages = most_stages(prepared, options)
+    cost = with_split_backwards(prepared, options, cost, max_stages)
     options, lengths = with_members_planned(options, prepared, sequences.lengths)
     units = prepared.collator.units if cuts_of(options) is not None else None
     plan_with = partial(
@@ -360,7 +362,8 @@ def _planner(
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
-    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none", "shard_gradients": "none"})
+    whole = {"shard_gradients": "none", "zero_bubble": "none"}
+    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none", **whole})
     plan_forwards = ForwardPlanner(
         partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
     )

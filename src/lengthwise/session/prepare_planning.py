@@ -25,6 +25,7 @@ from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, SearchSpace, lengths_of, make_problem
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.split_backwards import ZeroBubble
 
 
 def with_metric_of(options: PrepareOptions, view: CorpusView) -> PrepareOptions:
@@ -164,6 +165,7 @@ def make_planner(
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
         offload=OffloadMode(options.offload),
         shard_gradients=GradientSharding(options.shard_gradients),
+        zero_bubble=ZeroBubble(options.zero_bubble),
         planned_tile=getattr(measured, "tile_tokens", 0),
         has_selective=keeps_attention,
         has_head_groups=not options.compile and isinstance(measured, DualLayerCost),

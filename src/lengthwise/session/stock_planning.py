@@ -41,6 +41,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "host_memory_gib": config.cluster.host_memory_gib,
             "offload": plan.offload,
             "shard_gradients": plan.shard_gradients,
+            "zero_bubble": plan.zero_bubble,
             "policy": plan.policy,
             "max_degree": max_degree,
             "max_stages": plan.max_stages,
@@ -75,6 +76,7 @@ def stock_planner(
         "max_stages": max_stages,
         "max_degree": options.max_degree,
         "shard_gradients": options.shard_gradients,
+        "zero_bubble": options.zero_bubble,
     }
     return make_planner(
         config.model_copy(

@@ -28,6 +28,7 @@ from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.planning import batch_stream, make_sampler, open_plans
 from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
+from lengthwise.session.split_backwards import with_split_backwards
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights, shared_gradients
@@ -100,6 +101,7 @@ class _Planning:
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
         self._options = chosen.model_copy(update={"shard_gradients": shared_gradients(prepared, chosen, measured)})
         self._max_stages = most_stages(prepared, chosen)
+        self._cost = with_split_backwards(prepared, chosen, self._cost, self._max_stages)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""
@@ -116,7 +118,7 @@ class _Planning:
         for plan in plans.representatives():
             check_executable(
                 plan, self._prepared.wrapped_model.structure.num_layers, self._inputs.world.size,
-                stage_problem=self._prepared.stage_problem,
+                stage_problem=self._prepared.stage_problem, split_problem=self._prepared.split_problem,
             )  # fmt: skip
         return plans
 

@@ -174,7 +174,6 @@ def _check_settings(config: Config, model: StockModel) -> None:
     shared_by = [str(method) for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE]
     refused = {
         f"train.schedule={train.schedule}": (train.schedule != "1f1b", "their pipeline stages run under 1F1B"),
-        f"plan.zero_bubble={plan.zero_bubble}": (plan.zero_bubble == "all", "their backwards are not split"),
         asked_methods(plan): (
             {*(plan.methods or ()), plan.method} - {"", "dense", *shared_by},
             f"ranks share them by methods on whole weights ({', '.join(shared_by)})",

@@ -196,6 +196,10 @@ def train(
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
     run.check_stages = partial(check_stages, run)
+    for number, layer in enumerate(model.layers if not by_layer else ()):
+        if layer.down.weight.requires_grad:
+            fail = partial(fail_here, f"gradient of layer {number}")
+            layer.down.weight.register_post_accumulate_grad_hook(lambda _, fail=fail: fail())
     if by_layer:
         run.gather_by_layer()
     told: list[str] = []

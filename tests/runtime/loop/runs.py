@@ -61,6 +61,8 @@ class Packs:
     """Whether layers that recompute keep what attention gave."""
     head_groups: int = 1
     """Groups of heads that attention computes in turn, where the method can."""
+    splits: bool = False
+    """Whether stages split their backwards, if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +151,24 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
     pipelines = []
     for group in groups:
         degree = len(group.ranks) // max(1, len(group.stage_layers))
+        splits = group.splits and len(group.stage_layers) > 1
         packs = [Pack(ids=ids, lengths=tuple(batch.lengths[i] for i in ids)) for ids in group.packs]
         recompute = (*group.recompute, *[False] * num_layers)[:num_layers]
         offload = tuple(layer % 2 == 0 for layer in range(num_layers))  # of every other pack
         planned = [
             Planned(
                 pack=pack, time_s=1.0, peak_bytes=0, recompute=recompute if number else None,
-                offload=offload if number % 2 else None,
+                offload=offload if number % 2 and not splits else None,
+                weights_s=(0.0, 0.3, 0.1)[number % 3] if splits else 0.0,
             )
             for number, pack in enumerate(packs)
         ]  # fmt: skip
         method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
+        scheme = replace(scheme, stage_layers=group.stage_layers or scheme.stage_layers)
         shards_gradients = group.shards_gradients and degree > 1
         scheme = replace(
-            scheme, stage_layers=group.stage_layers or scheme.stage_layers, shard_gradients=shards_gradients,
+            scheme, shard_gradients=shards_gradients and not splits, zero_bubble=splits,
             keep_attention=group.keeps_attention, head_groups=group.head_groups if method in HEAD_GROUP_METHODS else 1,
         )  # fmt: skip
         pipelines.append(

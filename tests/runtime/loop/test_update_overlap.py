@@ -29,6 +29,10 @@ KINDS = {
         Packs(ranks=(2, 0), packs=((0, 1), (3,), (2,)), stage_layers=(1, 2)),
         Packs(ranks=(1,), packs=(REST[:3], REST[3:])),
     ),
+    "split backwards": (
+        Packs(ranks=(2, 0), packs=((0, 1), (3,), (2,)), stage_layers=(1, 2), splits=True),
+        Packs(ranks=(1,), packs=(REST[:3], REST[3:])),
+    ),
     "an idle rank": (Packs(ranks=(0, 1), packs=(tuple(range(10)),)), Packs(ranks=(2,), packs=())),
 }  # fmt: skip
 
@@ -37,9 +41,9 @@ def steps_of(groups, *, by_layer, overlaps, reads_early=False):
     """Losses, weights, units pushed within backwards, and parameters that were on their way after each update."""
     pushed, pending, push = [], [], UpdateOverlap._push
 
-    def counted(self, position):
+    def counted(self, position, **options):
         before = self._state._next_push
-        push(self, position)
+        push(self, position, **options)
         pushed.append(before - self._state._next_push)
 
     adamw = OptimizerSettings(name="adamw", eps=1e-3)
@@ -92,8 +96,16 @@ def overlapped_and_not(kind, by_layer=False, reads_early=False):
     return results[0][2:]
 
 
-PUSHED = {"pipelines of unequal shapes": (4, 4, 4), "stages": (2, 4, 4), "an idle rank": (4, 4, 0)}
-"""Units that each rank pushes within a step's last backward: all but its first layer and what is before it."""
+PUSHED = {
+    "pipelines of unequal shapes": (4, 4, 4),
+    "stages": (2, 4, 4),
+    "split backwards": (3, 4, 4),
+    "an idle rank": (4, 4, 0),
+}
+"""Units that each rank pushes within a step's last backward: all but its first layer and what is before it.
+
+Where that is split, gradients of weights come last, those of the first layer with them.
+"""
 
 
 @pytest.mark.parametrize("kind", KINDS)

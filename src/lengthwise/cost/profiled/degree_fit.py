@@ -45,6 +45,8 @@ class DegreeFit:
     forward: QuadraticSeconds
     backward: QuadraticSeconds
     constant: QuadraticSeconds
+    weights: QuadraticSeconds
+    """Of gradients of weights that a split backward left for later, linear."""
     kept_layer: LinearBytes
     inputs: LinearBytes
     rest: LinearBytes
@@ -86,6 +88,7 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
         forward=seconds([row.forward_s for row in rows], weight=2),
         backward=seconds([row.backward_s for row in rows], weight=2),
         constant=seconds([row.constant_s for row in rows], weight=1, square=False),
+        weights=seconds([row.weights_s for row in rows], weight=2, square=False),
         kept_layer=_line(tokens, [row.kept_bytes for row in rows]),
         inputs=_line(tokens, [row.input_bytes for row in rows]),
         rest=_line(tokens, [row.constant_bytes for row in rows]),

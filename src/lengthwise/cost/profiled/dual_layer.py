@@ -12,6 +12,8 @@ takes what is beyond the passes it runs beneath, sequence by sequence.
 A stage of a pipeline has these of its own layers, and the last one T_C and M_C, which are those of the head but for an
 embedding. Stages send each other m_inp at most. Under 1F1B stage s of S keeps S - s micro-batches; each stage but the
 last keeps their outputs as well, and each but the first a gradient that it sends and the embeddings it does not use.
+Where backwards are split, each but the first keeps S, of a layer what it saved or, if that is more, what its split
+backward keeps.
 """
 
 from collections import Counter
@@ -25,7 +27,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostError, LinkSpeeds
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import AS_PREPARED, LayerTable, LayerVariant
+from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD, LayerTable, LayerVariant
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.gradient_reduction import ReductionTime
@@ -102,6 +104,7 @@ class DualLayerCost(SeparableCost):
         self._variants = {variant: _fits(table, variant) for variant in table.variants}
         self.fits = self._variants[AS_PREPARED]
         self._selective_fits = self._variants.get(LayerVariant(keep_attention=True), {})
+        self._split_fits = self._variants.get(SPLIT_BACKWARD, {})
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
@@ -142,6 +145,24 @@ class DualLayerCost(SeparableCost):
         length = np.asarray(lengths, dtype=np.float64)
         per_token_s = LEAST_S + self.sent_s(scheme)[0]
         return np.maximum.reduce([_times_s(length, layers) for layers in self._stages(scheme)]) + per_token_s * length
+
+    @property
+    def prices_split_backwards(self) -> bool:
+        """Whether schemes may split backwards: those of weights that every rank holds whole, as was measured."""
+        return self.gather is None and bool(self._split_fits)
+
+    def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Seconds of each sequence in gradients of weights that wait, on the stage but the first that has fewest."""
+        length, of_stages = np.asarray(lengths, dtype=np.float64), []
+        for stage in range(1, scheme.num_stages):
+            kept = [scheme.methods[layer] for layer in scheme.layers_of_stage(stage) if not scheme.recompute[layer]]
+            of_methods = [
+                count * self._split_fits[scheme.degree, method].weights.of_sequences(length)
+                for method, count in Counter(kept).items()
+                if (scheme.degree, method) in self._split_fits
+            ]
+            of_stages.append(sum(of_methods, start=np.zeros_like(length)))
+        return np.minimum.reduce(of_stages) if of_stages else np.zeros_like(length)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
@@ -245,7 +266,7 @@ class DualLayerCost(SeparableCost):
 
     def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[StageLayers]) -> dict[Moment, Line]:
         """The bytes of one stage at each moment: what its micro-batches in flight saved, and what the moment takes."""
-        num_in_flight, inputs = scheme.num_stages - stage, layers[0].fit.inputs
+        num_in_flight, inputs = scheme.num_stages - (0 if scheme.zero_bubble else stage), layers[0].fit.inputs
         messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
         saved: list[tuple[float, LinearBytes]] = [(messages, inputs)]
         for part in layers:
@@ -350,6 +371,7 @@ class DualLayerCost(SeparableCost):
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
                 self._selective_fits[scheme.degree, method] if scheme.keep_attention else None,
+                self._split_fits.get((scheme.degree, method)) if scheme.zero_bubble else None,
             )
             for method, count in Counter(methods).items()
         )  # fmt: skip

@@ -25,6 +25,8 @@ class StageLayers(NamedTuple):
     """Bytes per second of copies to or from the host."""
     selective: DegreeFit | None = None
     """Of a recomputed layer that keeps what attention gave, its second forward in its backward; None: none keeps it."""
+    split: DegreeFit | None = None
+    """Of a layer whose backward is split, with what that keeps; None: backwards are whole."""
 
     def times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that each sequence adds, forward and backward."""
@@ -67,6 +69,8 @@ class StageLayers(NamedTuple):
         lines = [(num_here - self.recomputed, self.fit.kept_layer), (num_here - self.inputs_offloaded, self.fit.inputs)]
         if self.selective is not None:
             lines.append((self.recomputed, self.selective.kept_layer))
+        if self.split is not None:
+            lines.append((self.num_layers - self.recomputed, _beyond(self.split.kept_layer, self.fit)))
         return [(float(count), line) for count, line in lines]
 
     @property
@@ -104,3 +108,10 @@ class StageLayers(NamedTuple):
         num_whole = min(number, self.offloaded)
         num_inputs = num_whole + min(number - num_whole, self.inputs_offloaded)
         return [(num_whole, self.fit.kept_layer), (num_inputs, self.fit.inputs)]
+
+
+def _beyond(waiting: LinearBytes, fit: DegreeFit) -> LinearBytes:
+    """What a split backward keeps of a layer beyond what its forward saved."""
+    fixed = waiting.fixed - fit.kept_layer.fixed - fit.inputs.fixed
+    per_token = waiting.per_token - fit.kept_layer.per_token - fit.inputs.per_token
+    return LinearBytes(fixed=max(0.0, fixed), per_token=max(0.0, per_token), residuals=())

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
+from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import SPLIT_BACKWARD_METHODS, PipelineConfig
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
@@ -36,14 +37,21 @@ def can_split(scheme: PipelineConfig) -> bool:
 
 
 def with_split_backwards(candidates: Sequence[Candidate], mode: ZeroBubble) -> tuple[Candidate, ...]:
-    """The candidates of a search space in which stages may split backwards, or have to where they can."""
-    if mode is ZeroBubble.NONE:
+    """The candidates of a search space in which stages may split backwards, or have to where they can and costs know
+    what that takes.
+    """
+    if mode is ZeroBubble.NONE or not all(_is_priced(candidate.cost) for candidate in candidates):
         return tuple(candidates)
     split = {candidate: _split(candidate) for candidate in candidates if can_split(candidate.scheme)}
     if mode is ZeroBubble.ALL:
         every = (split.get(candidate, candidate) for candidate in candidates)
         return tuple(candidate for candidate in every if candidate.max_tokens >= 1)
     return (*candidates, *(candidate for candidate in split.values() if candidate.max_tokens >= 1))
+
+
+def _is_priced(cost: CostModel) -> bool:
+    """Whether a cost model knows what split backwards leave for later."""
+    return bool(getattr(cost, "prices_split_backwards", hasattr(cost, "weight_times_s")))
 
 
 def with_whole_backwards(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -24,7 +24,6 @@ ANY_MODEL_METHODS = (
 
 
 _DOES = {
-    "zero_bubble=false": "splits backwards",
     "slices=none": "cuts micro-batches into slices",
     "local_sequences=false": "has sequences whole on one of the ranks that share a layer",
 }
@@ -95,12 +94,14 @@ def check_executable(
     has_tiles: bool = False,
     can_recompute: bool = True,
     keeps_attention: bool = False,
+    split_problem: str = "",
 ) -> None:
     """Raise ``InputError`` unless the plan's ranks, stages, methods and tiles suit a third-party model.
 
     ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
     are known, and compared, that compute tiles. ``can_recompute``: whether layers may be recomputed.
     ``keeps_attention``: whether those that are were compared where they keep what attention gave.
+    ``split_problem``: why backwards cannot be split.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
@@ -117,8 +118,11 @@ def check_executable(
                 f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
                 f"stage ({Setting.MAX_STAGES}=1)"
             )
+        if scheme.zero_bubble and split_problem:
+            raise InputError(
+                f"{where}: pipelines[{number}] splits backwards, and {split_problem}; plan with zero_bubble=false"
+            )
         unknown = {
-            "zero_bubble=false": scheme.zero_bubble,
             "slices=none": any(m.slices for m in pipeline.micro_batches),
             "local_sequences=false": any(m.placement for m in pipeline.micro_batches),
         }

@@ -153,6 +153,15 @@ class PreparedModel:
         }
         return next((problem for problem, applies in problems.items() if applies), "")
 
+    @property
+    def split_problem(self) -> str:
+        """Why stages cannot split the model's backwards; an empty string if they can."""
+        problems = {
+            "its weights are gathered by layer": self.gather is not None,
+            "those of compiled layers are whole": self.wrapped_model.compiled is not None,
+        }
+        return next((problem for problem, applies in problems.items() if applies), "")
+
     def check_gathers(self) -> None:
         """Raise ``InputError`` if the weights cannot be gathered layer by layer."""
         self.wrapped_model.check_gathers(self.gather_problem)

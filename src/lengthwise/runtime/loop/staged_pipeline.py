@@ -1,25 +1,28 @@
-"""A pipeline of several stages on one rank: its messages, and when under 1F1B the backwards of a loop's losses run.
+"""A pipeline of several stages on one rank: its messages, and when the schedule has the backwards of a loop's losses.
 
 A loop computes forward and backward of one micro-batch after another. The forwards run when it calls the model; what it
-gives to ``step.backward`` waits until the schedule has that backward.
+gives to ``step.backward`` waits until the schedule has that backward. Where the plan splits it, gradients of weights
+come in a pass of their own, later.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from lengthwise.core.pass_order import PassKind, issue_order
+from lengthwise.core.pass_order import PassKind
 from lengthwise.core.step_plan import Pipeline
+from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop import shared_gradients
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
 from lengthwise.runtime.loop.shared_gradients import stage_of
+from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS, gradient_keys
@@ -32,7 +35,8 @@ from lengthwise.runtime.wrap.zero_collectives import finish_forward
 class StagedPipeline:
     """The stage that this rank computes of one pipeline of a plan."""
 
-    def __init__(self, run: MicroBatchMaker, pipeline: Pipeline) -> None:
+    def __init__(self, run: MicroBatchMaker, pipeline: Pipeline, *, is_last: bool = False) -> None:
+        """``is_last``: whether this rank computes no pipeline after it in the step."""
         scheme, rank = pipeline.scheme, run.world.rank
         self._run, self._num_stages = run, scheme.num_stages
         self._stage = stage_of(pipeline, rank)
@@ -44,9 +48,10 @@ class StagedPipeline:
         outputs, gradients = (run.world.groups.of(ranks, purpose) for purpose in (OUTPUTS, GRADIENTS))
         assert outputs is not None and gradients is not None, "a rank computes in pipelines that it is in"
         self._outputs, self._gradients = outputs, gradients
-        self._order = issue_order(
-            self._stage, num_stages=self._num_stages, num_micro_batches=len(pipeline.micro_batches)
-        )
+        self._order = pass_orders(pipeline)[self._stage]
+        self.ends_with_weights = self._order[-1][0] is PassKind.WEIGHTS
+        """Whether its last pass gives gradients of weights that a backward left for later."""
+        self._pushes_last = is_last and self.ends_with_weights
         self._sends: list[AsyncResult] = []
         self._meter = DeviceMeter(run.world.device)
         self._waited_s = 0.0
@@ -80,6 +85,8 @@ class StagedPipeline:
             num_layers=self._num_layers,
             receive=lambda like: self._receive_output(shard, index).view(like.shape).to(like.dtype),
         )
+        if (PassKind.WEIGHTS, index) in self._order:
+            shard.weight_gradients = WeightGradients(is_open=False)
 
     def end_forward(self, shard: PackShard, index: int) -> None:
         """Send the output of a forward to the next stage; zeros if this rank could not compute it."""
@@ -93,18 +100,21 @@ class StagedPipeline:
         stage.is_sent = True
 
     def run_backwards(self, index: int, shards: Callable[[int], PackShard], *, first: int) -> int | None:
-        """Run the backwards that 1F1B has between the forward of a micro-batch and the next.
+        """Run the passes that the schedule has between the forward of a micro-batch and the next.
 
         ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
         Returns the first micro-batch for which memory was not enough; None: there is none.
         """
         start = self._order.index((PassKind.FORWARD, index)) + 1
-        numbers = [number for _, number in takewhile(lambda each: each[0] is PassKind.BACKWARD, self._order[start:])]
-        for number in numbers:
-            self.backward(shards(first + number), number)
-        if start + len(numbers) == len(self._order):
+        passes = list(takewhile(lambda each: each[0] is not PassKind.FORWARD, self._order[start:]))
+        for place, (kind, number) in enumerate(passes, start):
+            if kind is PassKind.BACKWARD:
+                self.backward(shards(first + number), number)
+            else:
+                self._finish_backward(shards(first + number), number, is_last=place + 1 == len(self._order))
+        if start + len(passes) == len(self._order):
             self.wait()
-        return next((number for number in numbers if shards(first + number).has_failed), None)
+        return next((number for _, number in passes if shards(first + number).has_failed), None)
 
     def backward(self, shard: PackShard, index: int) -> None:
         """Run the backward of a micro-batch; its ``has_failed`` says whether memory was enough."""
@@ -117,7 +127,7 @@ class StagedPipeline:
             last = self._layers.stop + stage.is_last  # after all layers there is the head
             try:
                 self._meter.start()
-                with active(shard), passing(self._run.wrapped_model.layers.overlap, shard, last):
+                with active(shard), passing(self._run.wrapped_model.layers.overlap, shard, last), _leaving(shard):
                     _differentiate(stage, gradient)
                 self.times_s[index] = self.times_s.get(index, 0.0) + self._meter.stop()[0]
             except Exception as error:
@@ -132,6 +142,21 @@ class StagedPipeline:
         shard.passes.clear()
         shard.is_finished = True
 
+    def _finish_backward(self, shard: PackShard, index: int, *, is_last: bool) -> None:
+        """Compute the gradients of weights that a split backward left for later; ``is_last``: in this pipeline."""
+        gradients, shard.weight_gradients = shard.weight_gradients, None
+        if gradients is None or shard.has_failed:
+            return
+        overlap = self._run.wrapped_model.layers.overlap if is_last and self._pushes_last else None
+        try:
+            self._meter.start()
+            gradients.compute(_ignore if overlap is None else overlap.complete_layer)
+            self.times_s[index] += self._meter.stop()[0]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shard.note_out_of_memory(error)
+
     def finish(self, shards: Callable[[int], PackShard], *, first: int) -> None:
         """Send zeros for all that is left of the pipeline in a step that this rank leaves.
 
@@ -142,6 +167,7 @@ class StagedPipeline:
             stage = shard.stage_pass
             assert stage is not None
             shard.has_failed = shard.has_failed or not shard.is_finished
+            shard.weight_gradients = None
             if kind is PassKind.BACKWARD and not shard.is_finished:
                 self.backward(shard, index)
             elif kind is PassKind.FORWARD and not stage.is_sent:
@@ -187,6 +213,23 @@ class StagedPipeline:
 def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:
     """Within, the backward of a micro-batch runs, which begins at ``position`` of the forward."""
     return nullcontext() if overlap is None else overlap.backward(shard.watched, position)
+
+
+@contextmanager
+def _leaving(shard: PackShard) -> Iterator[None]:
+    """Within, the backward that the plan means runs, which may leave gradients of weights for later."""
+    gradients = shard.weight_gradients
+    if gradients is not None:
+        gradients.is_open = True
+    try:
+        yield
+    finally:
+        if gradients is not None:
+            gradients.is_open = False
+
+
+def _ignore(layer: int) -> None:
+    """Nothing follows from a layer's gradients before those of other pipelines."""
 
 
 def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:

@@ -53,7 +53,7 @@ class Step:
         """The round of each micro-batch, where weights are gathered layer by layer."""
         self._shards: dict[int, PackShard] = {}
         self._staged = {
-            number: StagedPipeline(run, pipeline)
+            number: StagedPipeline(run, pipeline, is_last=number == self._own[-1][0])
             for number, index, pipeline, _ in self._own
             if index == 0 and pipeline.scheme.num_stages > 1
         }
@@ -393,8 +393,9 @@ class Step:
         if position not in self._shards:
             number, index, pipeline, planned = self._own[position]
             self._shards[position] = shard = make_shard(self.run, self.number, pipeline, planned)
-            is_last = position == self._order_of_backwards()[-1]
+            staged = self._staged.get(number)
+            is_last = position == self._order_of_backwards()[-1] and not (staged and staged.ends_with_weights)
             shard.watched = shared_gradients.watched_backward(self.run, pipeline, is_last=is_last)
-            if number in self._staged:
-                self._staged[number].attach(shard, index)
+            if staged is not None:
+                staged.attach(shard, index)
         return self._shards[position]

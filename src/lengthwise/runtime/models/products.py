@@ -5,11 +5,13 @@ waits for the former alone. So a product here keeps x and the gradient of y when
 :meth:`WeightGradients.compute` takes the other product later, layer by layer as backwards came to them. Biases, norms
 and embeddings, which cost next to nothing, and layers that are recomputed have theirs at once.
 
+Of a model that is not ours the products are met where torch lets calls be overridden, with any axes before the inputs.
+
 t tokens of this rank, O outputs, I inputs of a product.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -60,11 +62,13 @@ class _Waiting(NamedTuple):
 class WeightGradients:
     """The gradients of weights that the backward of one micro-batch left for later."""
 
+    is_open: bool = True
+    """Whether backwards leave any now; those of others' derivatives are whole."""
     _waiting: deque[_Waiting] = field(default_factory=deque)
 
-    def of_unit(self, unit: int) -> Products:
+    def of_unit(self, unit: int) -> "SplitBackwards":
         """Products with the weights of ``unit`` whose gradients come here."""
-        return _SplitBackwards(self, unit)
+        return SplitBackwards(self, unit)
 
     def add(self, waiting: _Waiting) -> None:
         """Keep a product for later."""
@@ -75,15 +79,26 @@ class WeightGradients:
 
         What a product kept is freed once its gradient is there.
         """
-        while self._waiting:
-            unit, weight, left_tO, right_tI = self._waiting.popleft()
-            torch.autograd.backward(weight, left_tO.T @ right_tI)
-            del left_tO, right_tI
+        for unit, weight, gradient in self.taken():
+            torch.autograd.backward(weight, gradient)
             if not self._waiting or self._waiting[0].unit != unit:
                 complete(unit)
 
+    def taken(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Take the products, one after the other: unit, weight, and what they add to its gradient."""
+        while self._waiting:
+            unit, weight, left_tO, right_tI = self._waiting.popleft()
+            gradient = (left_tO.T @ right_tI).to(weight.dtype)
+            del left_tO, right_tI
+            yield unit, weight, gradient
 
-class _SplitBackwards:
+    def kept(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What waits: unit, and both factors of each product."""
+        for unit, _, left_tO, right_tI in self._waiting:
+            yield unit, left_tO, right_tI
+
+
+class SplitBackwards:
     """The products of one unit; see :class:`Products`."""
 
     def __init__(self, gradients: WeightGradients, unit: int) -> None:
@@ -91,29 +106,55 @@ class _SplitBackwards:
 
     def linear(self, x_tI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """``x @ weight^T + bias``"""
-        out: Tensor = _Product.apply(x_tI, weight_OI, bias_O, True, self._keep)
-        return out
+        return _product(x_tI, weight_OI, bias_O, _Kept(self._gradients, self._unit, is_transposed=True))
 
-    def matmul(self, x_tI: Tensor, weight_IO: Tensor) -> Tensor:
-        """``x @ weight``"""
-        out: Tensor = _Product.apply(x_tI, weight_IO, None, False, self._keep)
-        return out
+    def matmul(self, x_tI: Tensor, weight_IO: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """``x @ weight + bias``"""
+        return _product(x_tI, weight_IO, bias_O, _Kept(self._gradients, self._unit, is_transposed=False))
 
-    def _keep(self, weight: Tensor, left_tO: Tensor, right_tI: Tensor) -> None:
-        self._gradients.add(_Waiting(self._unit, weight, left_tO, right_tI))
+
+class _Kept(NamedTuple):
+    """Where a product is kept for later, and how it takes its weight."""
+
+    gradients: WeightGradients
+    unit: int
+    is_transposed: bool
+    """Whether the weight is [O, I]."""
+
+
+def _product(x_tI: Tensor, weight: Tensor, bias_O: Tensor | None, kept: _Kept) -> Tensor:
+    """The product in the dtype of autocast if that is on, as torch would take it."""
+    cast = None
+    if torch.is_autocast_enabled(x_tI.device.type) and x_tI.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x_tI.device.type)
+        x_tI, bias_O = x_tI.to(dtype), None if bias_O is None else bias_O.to(dtype)
+        cast = weight.detach().to(dtype)  # and not by autocast, whose casts without a gradient others would be given
+    with torch.autocast(x_tI.device.type, enabled=False):
+        out: Tensor = _Product.apply(x_tI, weight, bias_O, cast, kept)
+    return out
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tI, weight, bias_O, is_transposed, keep):  # type: ignore[no-untyped-def]
-        ctx.is_transposed, ctx.keep, ctx.weight, ctx.has_bias = is_transposed, keep, weight, bias_O is not None
-        ctx.save_for_backward(x_tI)
-        return F.linear(x_tI, weight, bias_O) if is_transposed else x_tI @ weight
+    def forward(ctx, x_tI, weight, bias_O, cast, kept):  # type: ignore[no-untyped-def]
+        ctx.kept, ctx.weight, ctx.has_bias = kept, weight, bias_O is not None
+        ctx.save_for_backward(x_tI, cast)
+        factor = weight if cast is None else cast
+        if kept.is_transposed:
+            return F.linear(x_tI, factor, bias_O)
+        return x_tI @ factor if bias_O is None else x_tI @ factor + bias_O
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
-        (x_tI,), weight = ctx.saved_tensors, ctx.weight
-        ctx.keep(weight, *((grad_tO, x_tI) if ctx.is_transposed else (x_tI, grad_tO)))
-        grad_tI = grad_tO @ (weight if ctx.is_transposed else weight.T)
-        return grad_tI, None, grad_tO.sum(0) if ctx.has_bias else None, None, None
+        (x_tI, cast), weight, (gradients, unit, is_transposed) = ctx.saved_tensors, ctx.weight, ctx.kept
+        factor = weight if cast is None else cast
+        grad_tI = grad_tO @ (factor if is_transposed else factor.T) if ctx.needs_input_grad[0] else None
+        rows_tO, rows_tI = grad_tO.flatten(0, -2), x_tI.flatten(0, -2)
+        left, right = (rows_tO, rows_tI) if is_transposed else (rows_tI, rows_tO)
+        grad_weight = None
+        if gradients.is_open:
+            gradients.add(_Waiting(unit, weight, left, right))
+        else:
+            grad_weight = (left.T @ right).to(weight.dtype)
+        return grad_tI, grad_weight, rows_tO.sum(0) if ctx.has_bias else None, None, None

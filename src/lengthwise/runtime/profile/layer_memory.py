@@ -51,14 +51,15 @@ def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> t
     """Measure the bytes of a trial; also returns the trial with its attention calls.
 
     Where it keeps attention: what this gave instead of what a layer saves, and what the second forward adds to that.
+    Where its backward is split: what that keeps of a layer instead of what the forward saved.
     """
     if trial.keep_attention:
         return _measure_kept_attention(run, trial, layers)
+    if trial.split_backward:
+        return _measure_waiting(run, trial, layers)
     masks, num_lengths = run.wrapped_model.masks, run.wrapped_model.masks.num_lengths
     plain = measure_memory(run, trial)
-    if (
-        masks.num_lengths > num_lengths
-    ):  # a forward of one sequence alone, which is no part of a micro-batch, came first
+    if masks.num_lengths > num_lengths:  # a forward of one sequence alone, no part of a micro-batch, came first
         plain = measure_memory(run, trial)
     trial = replace(trial, attended=plain.attended)
     saved = sum(layers.filled(plain.layers))
@@ -77,6 +78,12 @@ def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> t
     loss, loss_backward = plain.loss_bytes - saved, plain.loss_backward_bytes - saved
     embedding = plain.embedding_backward_bytes
     return _rounded(layer - inputs, inputs, loss, alive, loss_backward, max(1.0, backward), embedding), trial
+
+
+def _measure_waiting(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[CountedBytes, Trial]:
+    plain, asked = measure_bytes(run, replace(trial, split_backward=False), layers)
+    trial = replace(trial, attended=asked.attended)
+    return plain._replace(saved=max(1, ceil(layers.mean(measure_memory(run, trial).waiting)))), trial
 
 
 def _measure_kept_attention(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[CountedBytes, Trial]:

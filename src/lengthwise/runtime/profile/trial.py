@@ -21,6 +21,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
+from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.profile.probes import AllocatorPeaks, LoopbackGroup, SavedTensorCounter, Stopwatch, storages
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript, SlotGather
@@ -46,6 +47,8 @@ class Trial:
     """Whether recomputed layers keep what attention gave."""
     head_groups: int = 1
     """Groups of heads that attention computes one after the other."""
+    split_backward: bool = False
+    """Whether the backward leaves the gradients of weights for later."""
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -72,6 +75,8 @@ class MemoryResult:
     """Its peak in the backward of each computed layer."""
     embedding_backward_bytes: int = 0
     """Its peak in the backward after that of the layers, or in the forward to the end of the first layer."""
+    waiting: tuple[int, ...] = ()
+    """Bytes that the split backward of each computed layer kept for the gradients of weights; () of whole ones."""
 
 
 def group_of_degree(world: DistContext, degree: int) -> Group | None:
@@ -100,6 +105,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         if peaks is not None:
             peaks.end_forward()
         _backward(loss, micro_batch)
+        waiting = _waiting_bytes(micro_batch.shard.weight_gradients)
     computed = sorted(run.wrapped_model.layers.computed or counter.kept_bytes)
     result = MemoryResult(
         num_bytes=num_bytes,
@@ -107,6 +113,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         inputs=tuple(counter.input_bytes(layer) for layer in computed),
         attention=tuple(counter.attention_bytes.get(layer, 0) for layer in computed),
         attended=attended,
+        waiting=tuple(waiting.get(layer, 0) for layer in computed) if trial.split_backward else (),
     )
     if peaks is None:
         return result
@@ -128,6 +135,9 @@ class TimingResult:
     """Forward seconds of each computed layer."""
     backward_s: tuple[float | None, ...]
     """Backward seconds of each computed layer; None where its input needs no gradient."""
+    weights_s: tuple[float, ...]
+    """Seconds of each computed layer in gradients of weights that its split backward left for later; 0 of whole ones.
+    """
 
 
 def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None:
@@ -148,6 +158,7 @@ def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None
         shard, has_failed = micro_batch.shard, False
         try:
             _backward(_loss(run, micro_batch), micro_batch)
+            weights_s = _finish_backward(shard.weight_gradients, world)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -162,6 +173,7 @@ def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None
         time_s=time_s,
         forward_s=tuple(watch.forward_s.get(layer, 0.0) for layer in computed),
         backward_s=tuple(watch.backward_s(layer) for layer in computed),
+        weights_s=tuple(weights_s.get(layer, 0.0) for layer in computed),
     )
 
 
@@ -188,6 +200,7 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
             is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),
+            weight_gradients=WeightGradients() if trial.split_backward else None,
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)
@@ -203,3 +216,29 @@ def _loss(run: PreparedModel, micro_batch: MicroBatch) -> Tensor:
 def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:
     micro_batch.shard.backward_begun = micro_batch.shard.num_exchanges
     loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))
+
+
+def _waiting_bytes(gradients: WeightGradients | None) -> dict[int, int]:
+    """Bytes that wait for gradients of weights, by layer."""
+    factors: dict[int, list[Tensor]] = {}
+    for layer, *pair in [] if gradients is None else gradients.kept():
+        factors.setdefault(layer, []).extend(pair)
+    return {layer: sum(storages(tensors).values()) for layer, tensors in factors.items()}
+
+
+def _finish_backward(gradients: WeightGradients | None, world: DistContext) -> dict[int, float]:
+    """Compute the gradients of weights that wait; seconds by layer."""
+    times_s = dict[int, float]()
+    if gradients is None:
+        return times_s
+    world.synchronize()
+    start_s = time.perf_counter()
+
+    def note(layer: int) -> None:
+        nonlocal start_s
+        world.synchronize()
+        end_s = time.perf_counter()
+        times_s[layer], start_s = times_s.get(layer, 0.0) + end_s - start_s, end_s
+
+    gradients.compute(note)
+    return times_s

@@ -77,7 +77,7 @@ class _Case:
     """The trial on this rank; None where it is in no group."""
     wall_s: float = 0.0
     times: list[np.ndarray] = field(default_factory=list)
-    """[ranks in groups, 3] forward, backward, constant; one array per repeat."""
+    """[ranks in groups, 4] forward, backward, constant, gradients of weights; one array per repeat."""
 
     @property
     def held_bytes(self) -> int:
@@ -88,14 +88,17 @@ class _Case:
 
     def row(self, degree: int, method: Method, variant: LayerVariant) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
-        low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
+        low, (forward, backward, constant, weights), high = np.quantile(
+            np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0
+        )
         spread = (high - low) / 2
         return LayerRow(
             lengths=self.lengths, degree=degree, method=str(method),
             forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
-            constant_spread_s=float(spread[2]), repeats=len(self.times), tile_tokens=variant.tile_tokens,
-            keep_attention=variant.keep_attention, head_groups=variant.head_groups, **self.counted.fields,
+            constant_spread_s=float(spread[2]), weights_s=float(weights), repeats=len(self.times),
+            tile_tokens=variant.tile_tokens, keep_attention=variant.keep_attention, head_groups=variant.head_groups,
+            split_backward=variant.split_backward, **self.counted.fields,
         )  # fmt: skip
 
 
@@ -297,7 +300,7 @@ class _Profiler:
         before_s = self._spent_s
         timing = measure_time(self._run, case.trial)
         has_failed = case.trial is not None and timing is None
-        reports = self._agree(float(has_failed), *((np.nan,) * 3 if timing is None else _seconds(timing, self._layers)))
+        reports = self._agree(float(has_failed), *((np.nan,) * 4 if timing is None else _seconds(timing, self._layers)))
         if reports[:, 0].any():
             return False
         case.times.append(reports[~np.isnan(reports[:, 1]), 1:])
@@ -312,13 +315,16 @@ class _Profiler:
         return rows[:, 1:]
 
 
-def _seconds(timing: TimingResult, layers: MeasuredLayers) -> tuple[float, float, float]:
-    """Forward and backward seconds of the mean layer, and the seconds outside of layers."""
+def _seconds(timing: TimingResult, layers: MeasuredLayers) -> tuple[float, float, float, float]:
+    """Forward and backward seconds of the mean layer, those outside of layers, and those of a layer's gradients of
+    weights that were left for later.
+    """
     forwards_s, layer_s = timing.forward_s, layers.mean(timing.forward_s)
     measured = [backward_s for backward_s in timing.backward_s if backward_s is not None]
     missing_s = measured[-1] if measured else max(timing.time_s - sum(forwards_s), layer_s) / len(forwards_s)
     backwards_s = [missing_s if backward_s is None else backward_s for backward_s in timing.backward_s]
-    return layer_s, layers.mean(backwards_s), max(0.0, timing.time_s - sum(forwards_s) - sum(backwards_s))
+    constant_s = max(0.0, timing.time_s - sum(forwards_s) - sum(backwards_s) - sum(timing.weights_s))
+    return layer_s, layers.mean(backwards_s), constant_s, layers.mean(timing.weights_s)
 
 
 def _free_bytes(world: DistContext) -> float:

@@ -96,11 +96,17 @@ class UpdateOverlap:
         self._watched = watched
         if watched is not None:
             self._begin_reduction(watched)
-            self._push(position)
+            self._push(position, is_last=watched.is_last)
         try:
             yield
         finally:
             self._watched = None
+
+    def complete_layer(self, layer: int) -> None:
+        """Push what is final after the gradients that the last backward of a rank's step left for later, down to those
+        of ``layer``.
+        """
+        self._push(layer, is_last=True)
 
     def abandon_backward(self, watched: WatchedBackward | None) -> None:
         """Take part in reducing what is left of a micro-batch's gradients, without any, so that no rank waits."""
@@ -125,12 +131,11 @@ class UpdateOverlap:
         if watched is self._watched:  # and not in a derivative that the loop takes before
             watched.unreached[position] -= 1
             if not watched.unreached[position]:
-                self._push(position)
+                self._push(position, is_last=watched.is_last)
 
     def _note_gradient(self, unit: int, _: Tensor) -> None:
         self.has_late_gradients |= self._state.is_pushed(unit) or self._state.shares.is_too_late(unit)
 
-    def _push(self, position: int) -> None:
-        watched = self._watched
-        if self._first_final and watched is not None:
-            self._state.complete(self._first_final[position], is_last=watched.is_last and self._pushes)
+    def _push(self, position: int, *, is_last: bool) -> None:
+        if self._first_final:
+            self._state.complete(self._first_final[position], is_last=is_last and self._pushes)

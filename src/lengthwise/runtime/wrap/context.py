@@ -23,6 +23,7 @@ from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.models.attention_view import in_order
+from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.group_exchange import HeadGroups
@@ -136,6 +137,8 @@ class PackShard:
     """What every draw of a single uniform number gives, on every rank."""
     preserves_rng: bool = False
     """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
+    weight_gradients: WeightGradients | None = None
+    """Takes the gradients of weights that the backward leaves for later; None: it leaves none."""
     watched: WatchedBackward | None = None
     """Of the micro-batch whose backward is this rank's last in the step, or whose gradients are reduced to shares."""
     has_failed: bool = False

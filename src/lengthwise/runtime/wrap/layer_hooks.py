@@ -70,6 +70,8 @@ class HookedLayers:
         self.context = context
         self.may_keep_attention = context is not None
         """Whether recomputed layers may keep what attention gave, if plans say so: they were compared so."""
+        self.may_split = False
+        """Whether plans may split backwards: stages of one layer each were compared that do."""
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         numbers_of: dict[nn.Module, list[int]] = {}

@@ -37,6 +37,7 @@ from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
+from lengthwise.runtime.wrap.split_products import splitting
 from lengthwise.runtime.wrap.stage_pass import StageEndError
 from lengthwise.runtime.wrap.structure import find_structure
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
@@ -391,10 +392,11 @@ class WrappedModel:
         return self._compute_shard(shard, args, kwargs)
 
     def _compute_shard(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
-        if self._intercept is None:
-            return self._forward(*args, **kwargs)
-        self._intercept.shard = shard
-        with intercepting(self._intercept):
+        intercept = self._intercept
+        if intercept is not None:
+            intercept.shard = shard
+        with splitting(shard), intercepting(intercept):
             output = self._forward(*args, **kwargs)
-        self._intercept.check_complete()
+        if intercept is not None:
+            intercept.check_complete()
         return output
