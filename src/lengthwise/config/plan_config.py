@@ -12,7 +12,6 @@ from lengthwise.config.choices import (
     ShardGradients,
     SharingMethod,
     SlicesName,
-    ZeroBubbleName,
 )
 from lengthwise.config.limits import MAX_SEQUENCES, NumDevices, NumTokens
 from lengthwise.config.shared_settings import MemorySetting, PolicySettings
@@ -66,11 +65,6 @@ class PlanConfig(PolicySettings):
     weights reduce-scatter its gradients in every backward and keep a share of them; auto: where longer micro-batches
     gain more than that costs; all: wherever several ranks share whole weights; none: nowhere. (In prepare, none by
     default.)"""
-    zero_bubble: ZeroBubbleName = "auto"
-    """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
-    compute gradients of weights where they would wait, in the memory of 1F1B; auto: whichever is faster; none: all
-    pipelines run 1F1B; all: wherever stages have whole weights and some layers are not recomputed. (Models that
-    transformers computes, prepare, compiled layers and schedule gpipe have whole backwards.)"""
     slices: SlicesName = "auto"
     """Whether stages may compute micro-batches in slices of tokens, one after another, so that a long sequence leaves
     the bubble of a slice, in less memory than 1F1B; auto: whichever is faster; none: whole micro-batches. (Models that

@@ -36,6 +36,7 @@ class PrepareKeywords(TypedDict, total=False):
     policy: PolicyName | str
     max_degree: int | None
     max_stages: int | None
+    zero_bubble: ZeroBubbleName
     form_batches: bool
     g_min: int
     g_max: int
@@ -82,7 +83,6 @@ class PrepareKeywords(TypedDict, total=False):
     packing: Packing
     weights: HeldWeights
     shard_gradients: ShardGradients
-    zero_bubble: ZeroBubbleName
     recompute: Literal[Recompute, "selective"]
     feed_forward_tile: int | None
     compile: bool

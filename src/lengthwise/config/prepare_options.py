@@ -15,7 +15,6 @@ from lengthwise.config.choices import (
     SequenceMethod,
     ShardGradients,
     TrainingObjective,
-    ZeroBubbleName,
 )
 from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
@@ -95,11 +94,6 @@ class PrepareOptions(
     hold whole weights reduce-scatter gradients in every backward and keep a share of them, so that the loop cannot read
     them; auto: where longer micro-batches gain more than that costs; all: wherever several ranks share micro-batches;
     none: nowhere. (Configurations have auto by default.)"""
-    zero_bubble: ZeroBubbleName = "auto"
-    """Zero-bubble pipeline parallelism (ZB-H1), where plans have several stages: whether these split backwards, send
-    gradients of inputs on at once and compute gradients of weights where they would wait; auto: where that is faster;
-    all: wherever some layers are not recomputed; none: all pipelines run 1F1B. Weights gathered by layer and compiled
-    layers have whole backwards."""
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""

@@ -16,6 +16,7 @@ from lengthwise.config.choices import (
     PacingName,
     Policy,
     StatePlace,
+    ZeroBubbleName,
 )
 from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
 from lengthwise.core.lengths import MOST_TOKENS
@@ -101,6 +102,11 @@ class PolicySettings(Settings):
     max_stages: NumDevices | None = None
     """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
     layers, up to 8, and as its costs are known for; one where a model cannot be cut."""
+    zero_bubble: ZeroBubbleName = "auto"
+    """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
+    compute gradients of weights where they would wait, in the memory of 1F1B; auto: whichever is faster; none: all
+    pipelines run 1F1B; all: wherever stages have whole weights and some layers are not recomputed. (Weights that
+    prepare gathers by layer, compiled layers and schedule gpipe have whole backwards.)"""
     form_batches: bool = False
     """Whether dcp-inter and dcp-intra choose which sequences share a step, from the next eight batches: groups balance
     better, and the order of learning depends on lengths and cluster."""
@@ -112,7 +118,6 @@ class PolicySettings(Settings):
     memory_margin: float | None = Field(default=None, ge=0, lt=1)
     """The share of each device's memory that plans leave free for fragmentation and workspaces, beside what the
     context and libraries take of a GPU; none: 0.06 of a GPU, 0 of a CPU. memory_gib is used to the full."""
-
     offload: Offload = "auto"
     """Activation offload: whether what layers save for their backward (of recomputed ones their input) is in host
     memory meanwhile; auto: of as many layers as pays or longer sequences need, none on a CPU; all: of every layer."""

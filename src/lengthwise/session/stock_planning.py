@@ -77,6 +77,8 @@ def stock_planner(
         "max_degree": options.max_degree,
         "shard_gradients": options.shard_gradients,
         "zero_bubble": options.zero_bubble,
+        "slices": "none",
+        "local_sequences": False,
     }
     return make_planner(
         config.model_copy(

@@ -371,7 +371,7 @@ class DualLayerCost(SeparableCost):
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
                 self._selective_fits[scheme.degree, method] if scheme.keep_attention else None,
-                self._split_fits.get((scheme.degree, method)) if scheme.zero_bubble else None,
+                self._split_fits.get((scheme.degree, method)) if scheme.zero_bubble and stage else None,
             )
             for method, count in Counter(methods).items()
         )  # fmt: skip

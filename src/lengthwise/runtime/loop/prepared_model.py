@@ -158,7 +158,7 @@ class PreparedModel:
         """Why stages cannot split the model's backwards; an empty string if they can."""
         problems = {
             "its weights are gathered by layer": self.gather is not None,
-            "those of compiled layers are whole": self.wrapped_model.compiled is not None,
+            "backwards of compiled layers are whole": self.wrapped_model.compiled is not None,
         }
         return next((problem for problem, applies in problems.items() if applies), "")
 
