@@ -7,7 +7,7 @@ import pytest
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
-from lengthwise.core.layer_profile import AS_PREPARED, LayerVariant
+from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD, LayerVariant
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset
@@ -68,10 +68,19 @@ def in_groups_of_heads(plan):
     return replace(plan, pipelines=tuple(replace(p, scheme=replace(p.scheme, **changes)) for p in plan.pipelines))
 
 
+def in_split_stages(plan):
+    """All micro-batches on two stages of two ranks, of which the second has two layers and splits its backwards."""
+    (pipeline, _) = plan.pipelines
+    scheme = replace(pipeline.scheme, stage_layers=(1, 2), zero_bubble=True)
+    micro_batches = (replace(m, weights_s=0.2) for p in plan.pipelines for m in p.micro_batches)
+    return replace(plan, pipelines=(Pipeline(ranks=(0, 1, 2, 3), scheme=scheme, micro_batches=tuple(micro_batches)),))
+
+
 PLANS = {"whole": plan_of(1), "by-layer": plan_of(2), "sharded gradients": with_shared_gradients(plan_of(2))}
 PLANS["groups of heads"] = in_groups_of_heads(plan_of(2))
-"""By what ranks hold of weights and gradients, and one whose attention computes groups of heads."""
-RANKS = {"whole": [0], "by-layer": [3], "sharded gradients": [0], "groups of heads": [0]}
+PLANS["split backwards"] = in_split_stages(plan_of(2))
+"""By what ranks hold of weights and gradients, one whose attention computes groups of heads, and one in stages."""
+RANKS = {"whole": [0], "by-layer": [3], "sharded gradients": [0], "groups of heads": [0], "split backwards": [2]}
 
 
 @pytest.fixture(
@@ -88,7 +97,7 @@ def dry_runs(request, tmp_path_factory):
         trial.step_request(plan, RANKS[name], num_kept=0 if name == "by-layer" else None)
         for name, plan in PLANS.items()
     ]
-    variants = AS_PREPARED, LayerVariant(head_groups=2)
+    variants = AS_PREPARED, LayerVariant(head_groups=2), SPLIT_BACKWARD
     (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes, variants=variants), *steps])
     costs = {
         name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
@@ -152,6 +161,7 @@ def test_groups_of_heads_keep_the_outputs_of_attention_once(dry_runs):
     kept_bytes = {
         (max(lengths), degree, variant["head_groups"]): counted["kept_bytes"]
         for degree, _, lengths, variant, counted in dry_runs["counted layers"]
+        if not variant["split_backward"]
     }
     of_outputs = 2 * SIZES["hidden_size"] * TOKENS // 2
     assert kept_bytes[TOKENS, 2, 1] - kept_bytes[TOKENS, 2, 2] == pytest.approx(of_outputs, rel=1e-3)

@@ -186,7 +186,8 @@ def all_schemes(num_devices: int, max_degree: int | None, methods: Sequence[Meth
 
 def differences_of(plan: StepPlan, rows: Sequence[dict[str, Any]]) -> list[str]:
     """Sentences on collectives in micro-batches among ranks that no plan has, and on what differs between ranks."""
-    groups = {pipeline.ranks for pipeline in plan.pipelines} | {tuple(range(plan.num_devices))}
+    stages = {p.ranks_of(stage) for p in plan.pipelines for stage in range(p.scheme.num_stages)}
+    groups = stages | {tuple(range(plan.num_devices))}
     unplanned = [
         f"rank {row['rank']}, {collective['operation']}: {collective['kind']} among unplanned {collective['ranks']}"
         for row in rows

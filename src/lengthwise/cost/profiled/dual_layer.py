@@ -12,8 +12,7 @@ takes what is beyond the passes it runs beneath, sequence by sequence.
 A stage of a pipeline has these of its own layers, and the last one T_C and M_C, which are those of the head but for an
 embedding. Stages send each other m_inp at most. Under 1F1B stage s of S keeps S - s micro-batches; each stage but the
 last keeps their outputs as well, and each but the first a gradient that it sends and the embeddings it does not use.
-Where backwards are split, each but the first keeps S, of a layer what it saved or, if that is more, what its split
-backward keeps.
+Where backwards are split, it also keeps what those of s more left for later.
 """
 
 from collections import Counter
@@ -266,11 +265,11 @@ class DualLayerCost(SeparableCost):
 
     def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[StageLayers]) -> dict[Moment, Line]:
         """The bytes of one stage at each moment: what its micro-batches in flight saved, and what the moment takes."""
-        num_in_flight, inputs = scheme.num_stages - (0 if scheme.zero_bubble else stage), layers[0].fit.inputs
+        num_in_flight, inputs = scheme.num_stages - stage, layers[0].fit.inputs
         messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
         saved: list[tuple[float, LinearBytes]] = [(messages, inputs)]
         for part in layers:
-            saved += [(num_in_flight * count, line) for count, line in part.kept]
+            saved += [(num_in_flight * count, line) for count, line in part.kept] + part.waiting(stage)
         moving_in_loss, moving = ([line for part in layers for line in part.moving(number)] for number in (1, 2))
         rest = [(part.rest, part.fit.rest) for part in layers]
         backwards = []

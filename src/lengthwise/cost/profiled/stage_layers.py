@@ -69,9 +69,16 @@ class StageLayers(NamedTuple):
         lines = [(num_here - self.recomputed, self.fit.kept_layer), (num_here - self.inputs_offloaded, self.fit.inputs)]
         if self.selective is not None:
             lines.append((self.recomputed, self.selective.kept_layer))
-        if self.split is not None:
-            lines.append((self.num_layers - self.recomputed, _beyond(self.split.kept_layer, self.fit)))
         return [(float(count), line) for count, line in lines]
+
+    def waiting(self, count: int) -> list[tuple[float, LinearBytes]]:
+        """What split backwards of ``count`` micro-batches keep for their gradients of weights, and that of one more
+        beyond what its forward saved.
+        """
+        if self.split is None:
+            return []
+        kept, num_layers = self.split.kept_layer, self.num_layers - self.recomputed
+        return [(float(count * num_layers), kept), (float(num_layers), _beyond(kept, self.fit))]
 
     @property
     def alive(self) -> LinearBytes:

@@ -11,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.runtime.wrap.context import PackShard
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Tensors of torch itself, and those of dry runs; other classes of tensors have products of their own."""
 WEIGHT_PRODUCTS = frozenset({F.linear, torch.addmm, *_MATMULS})
 """Functions of torch that may be products with weights."""
 
@@ -61,14 +64,14 @@ def weight_product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     bias: Any = None
     if func is F.linear:
         values = dict(zip(("input", "weight", "bias"), args)) | kwargs
-        tokens, weight, bias = values.get("input"), values.get("weight"), values.get("bias")
+        tokens, weight, bias = values["input"], values["weight"], values.get("bias")
     elif kwargs or len(args) != 2 + (func is torch.addmm):
         return None
     else:
         *added, tokens, weight = args
         bias = added[0] if added else None
-    is_trained = type(weight) is nn.Parameter and weight.requires_grad and not weight._backward_hooks
-    if not is_trained or type(tokens) is not Tensor or tokens.dim() < 2 or weight.dim() != 2:
+    is_plain = type(weight) in _PLAIN and type(tokens) in _PLAIN and isinstance(weight, nn.Parameter)
+    if not is_plain or not weight.requires_grad or weight._backward_hooks or tokens.dim() < 2 or weight.dim() != 2:
         return None
     if bias is not None and (not isinstance(bias, Tensor) or bias.dim() != 1):
         return None
