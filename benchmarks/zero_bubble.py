@@ -2,6 +2,7 @@
 
     python benchmarks/zero_bubble.py --plan       # simulated: no torch, some twenty minutes of one core
     python benchmarks/zero_bubble.py --measure 2  # two stages, or four: processes of one thread with Gloo, a minute
+    python benchmarks/zero_bubble.py --prepared 2 # the same of a model of transformers that is prepared
 
 Planned: the same global batches with `zero_bubble` none and auto. Measured: the same packs on a pipeline of one rank a
 stage under 1F1B and with split backwards, in turn. Each prints the rows of a table.
@@ -101,10 +102,74 @@ def print_measured(stages: int, rounds: int) -> None:
     print(f"load average {os.getloadavg()[0]:.1f}")
 
 
+def train_prepared(rounds: int, stages: int) -> tuple[list[float], list[float], float]:
+    """On every rank: seconds of steps of a prepared Llama on ``stages`` stages under both schedules in turn, and of
+    what split backwards leave for later the predicted share of a micro-batch.
+    """
+    import numpy as np
+    import torch
+    from pipeline_runs import CAPACITY, SPEC, TOKENS, Lengths, batch_of, filled, problem_of
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lengthwise.core.pipeline_config import uniform_scheme
+
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    lengths, random = batch_of(Lengths("commoncrawl", CAPACITY), 0).lengths, np.random.default_rng(0)
+    rows = [random.integers(0, SPEC.vocab_size, length) for length in lengths]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=SPEC.hidden_size, intermediate_size=SPEC.ffn_size, num_hidden_layers=SPEC.num_layers,
+        num_attention_heads=SPEC.num_heads, num_key_value_heads=SPEC.num_kv_heads, vocab_size=SPEC.vocab_size,
+        use_cache=False,
+    )  # fmt: skip
+    run = lengthwise.prepare(
+        LlamaForCausalLM(config), rows, sequences_per_step=len(rows), steps=2 * rounds + 2, policy="static",
+        max_degree=1, max_stages=stages, device="cpu", verbose=False, lr=1e-4,
+        profile=f"{os.environ['TMPDIR']}/zero-bubble.json",
+    )  # fmt: skip
+    cost, scheme = run.planner.planner.problem.cost.base, uniform_scheme(SPEC.num_layers, stages=stages)
+    problems = [problem_of(cost, replace(scheme, zero_bubble=is_split)) for is_split in (False, True)]
+    assert sum(lengths) == TOKENS
+    run.planner = lambda batch: filled(problems[batch.step % 2], batch)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for step in run.steps():
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs).loss)
+        step.update()
+        if step.number > 1:
+            seconds[step.number % 2].append(time.perf_counter() - began)
+    split = [m for m in step.plan.pipelines[0].micro_batches if m.weights_s]
+    share = sum(m.weights_s for m in split) / sum(m.time_s for m in step.plan.pipelines[0].micro_batches)
+    run.close()
+    return *seconds, share
+
+
+def print_prepared(stages: int, rounds: int) -> None:
+    """Time of steps of a prepared model with split backwards, over 1F1B."""
+    import tempfile
+
+    from method_ranks import Ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TMPDIR"] = folder
+        ranks = Ranks(stages)
+        try:
+            of_ranks = ranks.run(train_prepared, rounds, stages)
+        finally:
+            ranks.close()
+    whole_s, split_s, share = of_ranks[0]
+    ratios = sorted(split / whole for split, whole in zip(split_s, whole_s))
+    print(f"{stages} stages of a prepared Llama, zero bubble over 1F1B: {median(ratios):.3f}x, in {len(ratios)} pairs ")
+    print(f"{ratios[0]:.3f} to {ratios[-1]:.3f}; {share:.0%} of a micro-batch can wait; 1F1B {median(whole_s):.2f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--measure", type=int, metavar="STAGES")
+    parser.add_argument("--prepared", type=int, metavar="STAGES")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--methods", help="how devices share a layer; default: as plans choose")
     parser.add_argument("--recompute", default="auto")
@@ -119,6 +184,8 @@ def main() -> None:
         )
     if options.measure:
         print_measured(options.measure, options.rounds)
+    if options.prepared:
+        print_prepared(options.prepared, options.rounds)
 
 
 if __name__ == "__main__":

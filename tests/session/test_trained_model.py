@@ -95,7 +95,6 @@ def test_what_transformers_cannot_train_is_refused_by_one_sentence(choose, docum
             {"train": {"schedule": "gpipe"}},
             "train.schedule=gpipe .* their pipeline stages run under 1F1B; leave it out",
         ),
-        ({"plan": {"zero_bubble": "all"}}, "plan.zero_bubble=all .* their backwards are not split; leave it out"),
         ({"plan": {"cost": "hybrid"}}, "plan.cost=hybrid .* their costs are measured before the run"),
     ],
 )

@@ -60,10 +60,10 @@ from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.prepare_planning import ForwardPlanner, form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
-from lengthwise.session.split_backwards import with_split_backwards
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
+from lengthwise.session.zero_bubble_costs import with_split_backwards
 
 _log = logging.getLogger("lengthwise")
 MOST_READERS = 256
@@ -362,8 +362,8 @@ def _planner(
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
-    whole = {"shard_gradients": "none", "zero_bubble": "none"}
-    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none", **whole})
+    unused = dict.fromkeys(("recompute", "lr_scaling", "shard_gradients", "zero_bubble"), "none")
+    forwards = options.model_copy(update=unused)
     plan_forwards = ForwardPlanner(
         partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
     )

@@ -28,10 +28,10 @@ from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.planning import batch_stream, make_sampler, open_plans
 from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
-from lengthwise.session.split_backwards import with_split_backwards
 from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights, shared_gradients
+from lengthwise.session.zero_bubble_costs import with_split_backwards
 
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:

@@ -114,12 +114,13 @@ def test_products_leave_gradients_of_weights_alone_for_later_and_they_are_those_
         torch.testing.assert_close(ours, expected, rtol=1e-14, atol=1e-14)
 
 
-def test_compiled_layers_and_prepared_models_refuse_split_backwards():
+def test_compiled_layers_and_some_prepared_models_refuse_split_backwards():
     plan = split(stages_of(1, 3), batch_of(*LENGTHS))
     with pytest.raises(InputError, match=r"splits backwards, and those of compiled layers are whole; plan with zero_b"):
         check_compiled(plan)
-    with pytest.raises(InputError, match=r"pipelines\[0\] splits backwards, which this library's own models alone do"):
-        check_any_model(plan, SPEC.num_layers, 2, stage_problem="")
+    with pytest.raises(InputError, match=r"pipelines\[0\] splits backwards, and why not; plan with zero_bubble=false"):
+        check_any_model(plan, SPEC.num_layers, 2, stage_problem="", split_problem="why not")
+    check_any_model(plan, SPEC.num_layers, 2, stage_problem="")
 
 
 @pytest.mark.deep

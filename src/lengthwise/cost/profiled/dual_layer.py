@@ -154,10 +154,10 @@ class DualLayerCost(SeparableCost):
         """Seconds of each sequence in gradients of weights that wait, on the stage but the first that has fewest."""
         length, of_stages = np.asarray(lengths, dtype=np.float64), []
         for stage in range(1, scheme.num_stages):
-            kept = [scheme.methods[layer] for layer in scheme.layers_of_stage(stage) if not scheme.recompute[layer]]
+            methods = [scheme.methods[layer] for layer in scheme.layers_of_stage(stage) if not scheme.recompute[layer]]
             of_methods = [
                 count * self._split_fits[scheme.degree, method].weights.of_sequences(length)
-                for method, count in Counter(kept).items()
+                for method, count in Counter(methods).items()
                 if (scheme.degree, method) in self._split_fits
             ]
             of_stages.append(sum(of_methods, start=np.zeros_like(length)))

@@ -77,8 +77,8 @@ class StageLayers(NamedTuple):
         """
         if self.split is None:
             return []
-        kept, num_layers = self.split.kept_layer, self.num_layers - self.recomputed
-        return [(float(count * num_layers), kept), (float(num_layers), _beyond(kept, self.fit))]
+        line, num_layers = self.split.kept_layer, self.num_layers - self.recomputed
+        return [(float(count * num_layers), line), (float(num_layers), _beyond(line, self.fit))]
 
     @property
     def alive(self) -> LinearBytes:

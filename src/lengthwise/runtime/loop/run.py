@@ -19,6 +19,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailure
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
+from lengthwise.runtime.loop.checked_stages import CheckedStages, CheckStages
 from lengthwise.runtime.loop.coupled_step import CoupledStep
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
@@ -42,7 +43,6 @@ from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
 
 Planner = Callable[[GlobalBatch], StepPlan]
-CheckStages = Callable[[tuple[int, ...], bool], None]
 _log = logging.getLogger("lengthwise")
 
 
@@ -82,8 +82,7 @@ class Run(WatchedModel):
             on_oom: called on every rank with the micro-batches that ran out of memory, before a new plan.
             on_finish: called on every rank with every step that is done.
             keep_layers: how many of the last layers ranks hold whole during a step, if weights are gathered by layer.
-            check_stages: raises an error unless stages of these numbers of layers can be computed, with backwards split
-                or whole; called on every rank when a plan first has them. None: there are none.
+            check_stages: called on every rank when a plan first has such stages. None: there are none.
             items: brings items of the ranks' own to those that compute them; None: the run takes none.
             coupling: the loss of a step of values of all its sequences; None: a loss of each micro-batch by itself.
             plan_with_cuts: plans a batch with the planner, some units of shared prefixes cut; None: they stay whole.
@@ -91,12 +90,12 @@ class Run(WatchedModel):
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
-        self.check_ids, self.can_recompute = prepared.check_ids, prepared.can_recompute
+        self.frozen_models, self.check_ids = prepared.frozen_models, prepared.check_ids
+        self.can_recompute = prepared.can_recompute
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
-        self.check_stages, self._checked_cuts = check_stages, set[tuple[tuple[int, ...], bool]]()
+        self.check_stages, self._checked_stages = check_stages, CheckedStages(prepared)
         self._readers, self.collator = read_with_workers(self.collator, workers)
         self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
@@ -393,12 +392,7 @@ class Run(WatchedModel):
             split_problem=self.split_problem,
         )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
-        cuts = {(pipeline.scheme.stage_layers, pipeline.scheme.zero_bubble) for pipeline in plan.pipelines}
-        for cut, splits in sorted(cuts - self._checked_cuts):
-            is_known = model.layers.may_split if splits else self.is_cuttable
-            if len(cut) > 1 and self.check_stages is not None and not is_known:
-                self.check_stages(cut, splits)
-            self._checked_cuts.add((cut, splits))
+        self._checked_stages.compare(plan, self.check_stages)
         if self.gather is not None:
             shards = weights_of_stages(plan, self.wrapped_model.used_units)
             self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan), shards=shards)

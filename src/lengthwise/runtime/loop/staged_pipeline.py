@@ -5,7 +5,7 @@ gives to ``step.backward`` waits until the schedule has that backward. Where the
 come in a pass of their own, later.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.pass_order import PassKind
-from lengthwise.core.step_plan import Pipeline
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
 from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
@@ -208,6 +208,17 @@ class StagedPipeline:
         if values is not None:
             return values.detach().flatten().to(dtype)
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
+
+
+def staged_pipelines(
+    run: MicroBatchMaker, own: Sequence[tuple[int, int, Pipeline, PlannedMicroBatch]]
+) -> dict[int, StagedPipeline]:
+    """The pipelines of several stages among those of a rank's micro-batches (:func:`micro_batches_of`), by number."""
+    return {
+        number: StagedPipeline(run, pipeline, is_last=number == own[-1][0])
+        for number, index, pipeline, _ in own
+        if index == 0 and pipeline.scheme.num_stages > 1
+    }
 
 
 def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:

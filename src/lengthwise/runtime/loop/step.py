@@ -18,7 +18,7 @@ from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, scripts_of
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
-from lengthwise.runtime.loop.staged_pipeline import StagedPipeline, passing
+from lengthwise.runtime.loop.staged_pipeline import passing, staged_pipelines
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
 from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
 from lengthwise.runtime.state.loss_scaler import scale_of
@@ -52,11 +52,7 @@ class Step:
         self._rounds = [] if run.gather is None else own_rounds(plan, run.world.rank)
         """The round of each micro-batch, where weights are gathered layer by layer."""
         self._shards: dict[int, PackShard] = {}
-        self._staged = {
-            number: StagedPipeline(run, pipeline, is_last=number == self._own[-1][0])
-            for number, index, pipeline, _ in self._own
-            if index == 0 and pipeline.scheme.num_stages > 1
-        }
+        self._staged = staged_pipelines(run, self._own)
         """The pipelines of several stages that this rank is in, by number."""
         self._current: MicroBatch | None = None
         run.gradients.begin()

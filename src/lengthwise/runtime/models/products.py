@@ -66,9 +66,9 @@ class WeightGradients:
     """Whether backwards leave any now; those of others' derivatives are whole."""
     _waiting: deque[_Waiting] = field(default_factory=deque)
 
-    def of_unit(self, unit: int) -> "SplitBackwards":
+    def of_unit(self, unit: int) -> "SplitProducts":
         """Products with the weights of ``unit`` whose gradients come here."""
-        return SplitBackwards(self, unit)
+        return SplitProducts(self, unit)
 
     def add(self, waiting: _Waiting) -> None:
         """Keep a product for later."""
@@ -98,7 +98,7 @@ class WeightGradients:
             yield unit, left_tO, right_tI
 
 
-class SplitBackwards:
+class SplitProducts:
     """The products of one unit; see :class:`Products`."""
 
     def __init__(self, gradients: WeightGradients, unit: int) -> None:
@@ -150,7 +150,7 @@ class _Product(torch.autograd.Function):
         (x_tI, cast), weight, (gradients, unit, is_transposed) = ctx.saved_tensors, ctx.weight, ctx.kept
         factor = weight if cast is None else cast
         grad_tI = grad_tO @ (factor if is_transposed else factor.T) if ctx.needs_input_grad[0] else None
-        rows_tO, rows_tI = grad_tO.flatten(0, -2), x_tI.flatten(0, -2)
+        rows_tO, rows_tI = grad_tO.flatten(0, -2), x_tI.detach().flatten(0, -2)  # without the graph that made it
         left, right = (rows_tO, rows_tI) if is_transposed else (rows_tI, rows_tO)
         grad_weight = None
         if gradients.is_open:

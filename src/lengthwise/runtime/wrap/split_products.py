@@ -26,10 +26,10 @@ WEIGHT_PRODUCTS = frozenset({F.linear, torch.addmm, *_MATMULS})
 
 def splitting(shard: PackShard) -> AbstractContextManager[Any]:
     """Within, products of a micro-batch leave the gradients of weights for later, if the plan has it so."""
-    return nullcontext() if shard.weight_gradients is None else SplitProducts(shard)
+    return nullcontext() if shard.weight_gradients is None else SplitProductsMode(shard)
 
 
-class SplitProducts(TorchFunctionMode):
+class SplitProductsMode(TorchFunctionMode):
     """A mode in which products of the layers of a micro-batch leave the gradients of weights for later."""
 
     def __init__(self, shard: PackShard) -> None:

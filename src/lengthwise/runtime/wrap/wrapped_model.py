@@ -88,7 +88,7 @@ class WrappedModel:
         self.labels = LabelConvention()
         """The label convention of a transformers model."""
         self._plain, self.next_step = 0, 0  # the step that its weights are for, counted by the run
-        self._outputs = OutputStructure()
+        self._outputs, self.rules = OutputStructure(), CallRules()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
@@ -102,7 +102,6 @@ class WrappedModel:
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing = BalancingLosses(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
-        self.rules = CallRules()
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
@@ -392,8 +391,7 @@ class WrappedModel:
         return self._compute_shard(shard, args, kwargs)
 
     def _compute_shard(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
-        intercept = self._intercept
-        if intercept is not None:
+        if (intercept := self._intercept) is not None:
             intercept.shard = shard
         with splitting(shard), intercepting(intercept):
             output = self._forward(*args, **kwargs)
