@@ -74,6 +74,22 @@ def test_a_model_and_a_device_of_one_s_own_are_named_by_their_files(lengths, tmp
     assert lengthwise.simulate([plan])[0].step_time_s == pytest.approx(result.ranked[0].step_time_s)
 
 
+@pytest.mark.parametrize(
+    ("family", "experts", "expected"),
+    [("qwen3", {}, "auto"), ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, "none")],
+)
+def test_stages_of_any_model_split_backwards_but_for_those_of_experts(lengths, tmp_path, family, experts, expected):
+    config = {
+        "model_type": family, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, **experts,
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "vocab_size": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for options in ({}, {"zero_bubble": "auto"}):
+        given = {**CLUSTER, "model": tmp_path, "steps": 1, **options}
+        document = lengthwise.compare(lengths, policies=["static"], **given).to_json()
+        assert document["search_space"]["zero_bubble"] == expected
+
+
 def test_compare_gives_what_the_command_prints(lengths, tmp_path, cli):
     path = tmp_path / "lengths.npy"
     np.save(path, lengths)

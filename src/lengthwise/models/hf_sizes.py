@@ -137,6 +137,13 @@ def is_causal_and_own(spec: ModelSpec) -> bool:
     return spec.causal and spec.family != PRICED_ONLY
 
 
+def has_dense_layers(spec: ModelSpec) -> bool:
+    """Whether every token is multiplied by all weights of a layer, and not by those of some experts: such products are
+    those that split backwards leave for later, whoever computes them.
+    """
+    return spec.stored_ffn_size in (0, spec.ffn_size)
+
+
 def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
     _refuse_other_layers(fields)
     values, path = fields.values, fields.path

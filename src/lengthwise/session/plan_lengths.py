@@ -79,7 +79,7 @@ def plan(
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         shard_gradients: over the ranks that share whole weights: "auto" (the default), where it pays, "none" or "all".
-        zero_bubble: stages split backwards to fill their waits: "auto" (the default), where faster, "none" or "all".
+        zero_bubble: stages split backwards: "auto" (the default), where faster and not in experts, "none" or "all".
         slices: stages compute micro-batches in slices: "auto" (the default), where faster, or "none".
         local_sequences: whether short sequences may be whole on one of the devices that share a layer, where faster.
         memory_margin: share of each device's memory left free; by default 0.06 of a GPU, else none.
@@ -124,7 +124,7 @@ def comparison_of(
     from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
-    from lengthwise.models.hf_sizes import PRICED_ONLY, is_causal_and_own
+    from lengthwise.models.hf_sizes import has_dense_layers, is_causal_and_own
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
@@ -138,7 +138,7 @@ def comparison_of(
     _check(options, steps)
     names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
     spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
-    dtype, path = options.get("dtype", "bfloat16"), options.get("profile")
+    dtype, path, splits = options.get("dtype", "bfloat16"), options.get("profile"), options.get("zero_bubble", "auto")
     space = SearchSpace(
         max_degree=options.get("max_degree"),
         max_stages=options.get("max_stages"),
@@ -147,7 +147,7 @@ def comparison_of(
         recompute=RecomputeMode(options.get("recompute", "auto")),
         offload=OffloadMode(options.get("offload", "auto")),
         shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
-        zero_bubble=ZeroBubble(options.get("zero_bubble", "auto" if spec.family != PRICED_ONLY else "none")),
+        zero_bubble=ZeroBubble.NONE if splits == "auto" and not has_dense_layers(spec) else ZeroBubble(splits),
         slices=Slices(options.get("slices", "auto")) if is_causal_and_own(spec) else Slices.NONE,
         local_sequences=options.get("local_sequences", False) and is_causal_and_own(spec),
     )

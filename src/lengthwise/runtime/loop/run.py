@@ -91,7 +91,7 @@ class Run(WatchedModel):
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
         self.frozen_models, self.check_ids = prepared.frozen_models, prepared.check_ids
-        self.can_recompute = prepared.can_recompute
+        self.can_recompute, self.is_cuttable = prepared.can_recompute, prepared.is_cuttable
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
