@@ -105,8 +105,8 @@ class PolicySettings(Settings):
     zero_bubble: ZeroBubbleName = "auto"
     """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
     compute gradients of weights where they would wait, in the memory of 1F1B; auto: whichever is faster; none: all
-    pipelines run 1F1B; all: wherever stages have whole weights and some layers are not recomputed. (Weights that
-    prepare gathers by layer, compiled layers and schedule gpipe have whole backwards.)"""
+    pipelines run 1F1B; all: wherever stages have whole weights and some layers are not recomputed. (Compiled
+    layers and schedule gpipe have whole backwards.)"""
     form_batches: bool = False
     """Whether dcp-inter and dcp-intra choose which sequences share a step, from the next eight batches: groups balance
     better, and the order of learning depends on lengths and cluster."""

@@ -105,9 +105,11 @@ def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, place):
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
-def test_weights_that_are_gathered_by_layer_are_refused(ranks):
-    with pytest.raises(Exception, match="splits backwards, and its weights are gathered by layer; plan with zero_bub"):
-        ranks(2).run(splitting_all, memory_runs.train, 1, 1, {}, stages=2, by_layer=True)
+@pytest.mark.parametrize(("name", "groups"), [("llama", TWO), pytest.param("gpt2", THREE, marks=pytest.mark.deep)])
+def test_stages_whose_weights_are_gathered_for_a_step_split_backwards_too(ranks, name, groups):
+    size = 1 + max(rank for group in groups for rank in group.ranks)
+    for found in ranks(size).run(step_on_ranks, CASES[name], split(groups), by_layer=True):
+        assert_exact(CASES[name], found, name)
 
 
 class Odd(nn.Module):

@@ -147,8 +147,8 @@ class DualLayerCost(SeparableCost):
 
     @property
     def prices_split_backwards(self) -> bool:
-        """Whether schemes may split backwards: those of weights that every rank holds whole, as was measured."""
-        return self.gather is None and bool(self._split_fits)
+        """Whether schemes may split backwards: as was measured."""
+        return bool(self._split_fits)
 
     def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in gradients of weights that wait, on the stage but the first that has fewest."""

@@ -156,11 +156,7 @@ class PreparedModel:
     @property
     def split_problem(self) -> str:
         """Why stages cannot split the model's backwards; an empty string if they can."""
-        problems = {
-            "its weights are gathered by layer": self.gather is not None,
-            "backwards of compiled layers are whole": self.wrapped_model.compiled is not None,
-        }
-        return next((problem for problem, applies in problems.items() if applies), "")
+        return "backwards of compiled layers are whole" if self.wrapped_model.compiled is not None else ""
 
     def check_gathers(self) -> None:
         """Raise ``InputError`` if the weights cannot be gathered layer by layer."""

@@ -106,6 +106,10 @@ def _gradients_in_stages(run: PreparedModel, stage_layers: Sequence[int], splits
 
 def _add_waiting(run: PreparedModel, gradients: WeightGradients, added: list[Tensor]) -> int:
     """Add the gradients of weights that a backward left for later to those it gave; returns how many there were."""
+    if run.gather is not None:
+        count = sum(1 for _ in gradients.kept())
+        gradients.compute(lambda unit: None)
+        return count
     places = {id(parameter): n for n, parameter in enumerate(run.wrapped_model.structure.parameters.values())}
     count = 0
     for _, weight, gradient in gradients.taken():
