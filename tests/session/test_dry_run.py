@@ -65,12 +65,25 @@ TWO_LARGE = plan_of(
     (scheme_of("dense", "dense"), [[16384, 16384]]),
     (scheme_of("ulysses", "ulysses", degree=2, recompute=True), [[65536]]),
 )
+DEEP = replace(LARGE, num_layers=8)
+
+
+def on_deep(scheme):
+    """The scheme with four times the layers."""
+    stages = tuple(4 * layers for layers in scheme.stage_layers)
+    return replace(scheme, stage_layers=stages, methods=4 * scheme.methods, recompute=4 * scheme.recompute)
+
+
+TWO_NODES = plan_of(
+    (on_deep(scheme_of("ulysses", "ulysses", degree=2, stages=2)), [[512]]),
+    *[(on_deep(scheme_of("dense", "dense", stages=2)), [[512]])] * 2,
+)
 IN_FLOAT32 = load(None, ["train.dtype=float32"])
 ON_HOST = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
 
 
-def run_of(plan, *ranks, model=SPEC, config=CONFIG):
-    cluster = cluster_preset(f"1x{plan.num_devices}xH100-80GB")
+def run_of(plan, *ranks, model=SPEC, config=CONFIG, nodes=1):
+    cluster = cluster_preset(f"{nodes}x{plan.num_devices // nodes}xH100-80GB")
     return PlanToRun(plan=plan, model=model, cluster=cluster, config=config, ranks=ranks)
 
 
@@ -84,6 +97,8 @@ def documents():
         "alone, state on host": run_of(ALONE, 0, config=ON_HOST),
         "offloaded": run_of(OFFLOADED, 0),
         "large": run_of(TWO_LARGE, 0, 1, model=LARGE),
+        "two nodes": run_of(TWO_NODES, 0, 7, model=DEEP, nodes=2),
+        "one node": run_of(TWO_NODES, 0, 7, model=DEEP),
         "float32": run_of(LONG, 0, model=FEW_KV_HEADS, config=IN_FLOAT32),
         "float32, shared": run_of(HETEROGENEOUS, 0, config=IN_FLOAT32),
     }
@@ -121,6 +136,15 @@ def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_wai
     }  # fmt: skip
     awaited = {name for done in row["stream_order"] if done["stream"] == "kernels" for name in done["waits_for"]}
     assert {"stream #1", "stream #2"} < awaited, "memory is freed once it is copied, and used once it is back"
+
+
+@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
+def test_weights_and_gradients_on_their_way_take_the_memory_of_few_units(documents, nodes):
+    """However many are pulled or pushed at once: they would take several times as much again."""
+    unit_bytes = 4 * DEEP.layer_matmul_params
+    for row in documents[nodes]["ranks"]:
+        assert row["peak_total_bytes"] <= 1.01 * row["predicted"]["peak_total_bytes"] + unit_bytes
+        assert row["races"] == [], "nobody reads weights that are not there yet"
 
 
 def test_collectives_of_every_rank_are_those_of_the_proven_plan(documents):

@@ -15,6 +15,7 @@ from typing import Any
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError, LengthwiseError, Setting
+from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -171,7 +172,9 @@ def dry_run_stock(
     else:
         longest = max(max(m.pack.lengths) for pipeline in plan.pipelines for m in pipeline.micro_batches)
         schemes, pack = schemes_of(plan), largest_pack(plan)
-    (profile,) = run_process([trial.profile_request(longest, schemes, pack)])[0]
+    splits = plan is None or any(pipeline.scheme.zero_bubble for pipeline in plan.pipelines)
+    variants = (AS_PREPARED, SPLIT_BACKWARD) if splits else (AS_PREPARED,)
+    (profile,) = run_process([trial.profile_request(longest, schemes, pack, variants)])[0]
     if profile["by_sequence"]:
         _check_by_sequence(stock, profile["by_sequence"], [degree for degree, _ in schemes if plan], config)
         options = options.model_copy(update={"max_degree": 1})
@@ -182,7 +185,10 @@ def dry_run_stock(
     if plan is None:
         assert corpus is not None
         layers = StockLayers(num_layers=cost.table.num_layers, objective=stock.objective)
-        planner = stock_planner(config, cost, layers, options=options, cluster=cluster, corpus=corpus)
+        max_stages = 1 if profile["stage_problem"] else options.max_stages
+        planner = stock_planner(
+            config, cost, layers, options=options, cluster=cluster, corpus=corpus, max_stages=max_stages
+        )
         plan = planner(next(batch_stream(config, corpus, planner.problem)))
     num_kept = num_kept_in(cost, plan) if num_kept is None else num_kept
     request = trial.step_request(plan, _ranks_of(plan, ranks), num_kept=None if is_whole else num_kept)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError
@@ -17,6 +19,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.rank_work import rank_work
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
+from lengthwise.models.hf_sizes import has_dense_layers
 from lengthwise.models.stock_model import StockModel
 from lengthwise.session.state_placement import is_on_host
 from lengthwise.sim.issued_collectives import differences_between_ranks
@@ -137,11 +140,12 @@ class PreparedDryRun:
         num_layers = len(profile["unit_params"]) - 2
         rows = []
         for degree, method, lengths, variant, counted in profile["rows"]:
-            layer_s = self._layer_s(lengths, uniform_scheme(num_layers, degree=degree, method=Method(method)))
+            scheme = uniform_scheme(num_layers, degree=degree, method=Method(method))
+            layer_s = self._layer_s(lengths, scheme)
             row = LayerRow(
                 lengths=tuple(lengths), degree=degree, method=method, forward_s=layer_s / 3,
                 backward_s=2 * layer_s / 3, constant_s=0.0, forward_spread_s=0.0, backward_spread_s=0.0,
-                constant_spread_s=0.0, repeats=1, **variant, **counted,
+                constant_spread_s=0.0, repeats=1, weights_s=self._weights_s(lengths, scheme), **variant, **counted,
             )  # fmt: skip
             rows.append(row)
         identity = Identity(
@@ -157,6 +161,12 @@ class PreparedDryRun:
         if self.analytic is None:
             return UNKNOWN_S * sum(lengths)
         return self.analytic.time_s(lengths, scheme) / scheme.num_layers
+
+    def _weights_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
+        """Seconds of a layer in gradients of weights that can wait."""
+        if self.analytic is None or not has_dense_layers(self.analytic.model):
+            return 0.0
+        return float(self.analytic.weight_times_s(np.asarray(lengths), scheme).sum()) / scheme.num_layers
 
 
 def schemes_of(plan: StepPlan) -> list[tuple[int, Method]]:

@@ -140,6 +140,7 @@ def dry_profile(
             "unit_params": structure.table().unit_sizes,
             "other_bytes": other_bytes(run),
             "gather_problem": run.gather_problem,
+            "stage_problem": run.stage_problem,
             "by_sequence": by_sequence,
             "head_units": sorted(used[-1]) if used else [],
             "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),

@@ -21,6 +21,7 @@ from lengthwise.runtime.comm.collectives import Handle, all_gather, all_to_all, 
 from lengthwise.runtime.comm.group import AsyncResult, Traffic
 from lengthwise.runtime.comm.host_memory import RunningSums
 from lengthwise.runtime.comm.nodes import NodeGroups
+from lengthwise.runtime.comm.side_streams import OnSideStream
 
 Slices = tuple[tuple[slice, ...], ...]
 """For each rank of a group, some slices of a tensor."""
@@ -80,19 +81,15 @@ class SliceExchange:
 
 
 class TwoHops(AsyncResult):
-    """An exchange whose second hop starts when the first has come.
+    """An exchange on CPUs whose second hop starts when the first has come.
 
-    On a GPU it is queued behind the first at once, on a stream of its own. A CPU has to wait for the first, so there
-    it starts with :meth:`start` or, at the latest, with :meth:`wait`; all ranks must do so in one order.
+    The first has to be waited for, so the second starts with :meth:`start` or, at the latest, with :meth:`wait`; all
+    ranks must do so in one order.
     """
 
-    def __init__(self, first: AsyncResult, then: Callable[[Tensor], AsyncResult], device: torch.device) -> None:
+    def __init__(self, first: AsyncResult, then: Callable[[Tensor], AsyncResult]) -> None:
         self._first, self._then = first, then
         self._second: AsyncResult | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                self._second = self._then(self._first.wait())
 
     def start(self) -> "TwoHops":
         """Start the second hop, waiting for the first if need be."""
@@ -104,8 +101,6 @@ class TwoHops(AsyncResult):
         """The result of both hops, when it is there."""
         self.start()
         assert self._second is not None
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
         return self._second.wait()
 
     @property
@@ -130,7 +125,10 @@ class UnitRoute:
     sent: Traffic
 
     def pull(self, own_share: Tensor, weights: Tensor) -> AsyncResult:
-        """Fill the region of ``weights`` from every owner's share; ``own_share``: this rank's, in the compute dtype."""
+        """Fill the region of ``weights`` from every owner's share; ``own_share``: this rank's, in the compute dtype.
+
+        On a GPU the current stream waits for the first of two hops.
+        """
         region = weights[self.region]
         if self.shard:
             own_share = (
@@ -148,10 +146,15 @@ class UnitRoute:
         across, within = self.hops
         landed = own_share.new_empty(across.num_target)
         first = across.forward(own_share, landed)
-        return TwoHops(first, lambda landed: within.forward(landed, region), own_share.device).start()
+        if own_share.is_cuda:
+            return within.forward(first.wait(), region)
+        return TwoHops(first, lambda landed: within.forward(landed, region)).start()
 
     def push(self, gradients: Tensor, pushed: Tensor, sums: RunningSums) -> AsyncResult:
-        """Let ``sums`` add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
+        """Let ``sums`` add every rank's gradients of our share to its part of ``pushed``, rank by rank.
+
+        On a GPU a side stream makes it, so that however many are queued, buffers of few units are in memory.
+        """
         region, target = gradients[self.region], pushed[self.own_share]
         if self.shard:
             incoming = region.new_empty(self.shard)
@@ -165,12 +168,21 @@ class UnitRoute:
             return AsyncResult(make, [work], "push of gradients")
         for hop in self.hops:
             self.sent.add("push", hop.num_sent[1] * region.element_size())
+
+        def start() -> AsyncResult:
+            return self._push_by_hops(region, target, sums)
+
+        return OnSideStream(start, region.device) if region.is_cuda else start()
+
+    def _push_by_hops(self, region: Tensor, target: Tensor, sums: RunningSums) -> AsyncResult:
         if len(self.hops) == 1:
             return self.hops[0].reverse(region, target, sums)
         across, within = self.hops
         on_device = RunningSums(on_host=False)
         first = within.reverse(region, region.new_zeros(within.num_source), on_device)
-        return TwoHops(first, lambda landed: across.reverse(landed, target, sums), region.device)
+        if region.is_cuda:
+            return across.reverse(first.wait(), target, sums)
+        return TwoHops(first, lambda landed: across.reverse(landed, target, sums))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.layout import Layout
 from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.comm.side_streams import OnSideStream
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state.pending_parameter import PendingUnits
 from lengthwise.runtime.state.propagation import Routes
@@ -47,8 +48,16 @@ class PulledWeights(ShardedWeights):
 
     def _pulled(self, unit: int) -> AsyncResult | None:
         """Start the all-gather of one unit's weights; None: nobody computes with it."""
+        if unit not in self._held:
+            return None
         route = self.routes.units[unit]
-        return route.pull(self.share(route.own_share), self.weights) if unit in self._held else None
+
+        def start() -> AsyncResult:
+            return route.pull(self.share(route.own_share), self.weights)
+
+        if route.shard or self.world.device.type != "cuda":
+            return start()
+        return OnSideStream(start, self.world.device)  # each has buffers as large as the unit
 
     def is_coming(self, unit: int) -> bool:
         """Whether weights that ``unit`` uses are in flight: started, and not waited for yet."""
