@@ -114,17 +114,20 @@ class LayerGather:
     ) -> list[GatheredPart]:
         """Gather the trained or the frozen parameters of some units, until the next step starts.
 
-        ``shards``: what each rank gathers; none: all ranks the same.
+        Two are on their way at once: each has buffers of its own size. ``shards``: what each rank gathers; none: all
+        ranks the same.
         """
         self._find_routes(shards or [self._all_layers] * self._state.world.size)
         coming = sorted(frozenset(units).union(*map(self._units_in, shards)))
         parts = [part for unit in coming for part in self._parts_of[unit] if (part.shares is self._state) == is_trained]
-        for part in parts:
+        for before, part in zip([None, *parts], parts):
             if part.unit in units:
                 part.start_pull(self._dtype)
             else:
                 self._send_share(part)
-        for part in parts:
+            if before is not None:
+                before.attach()
+        for part in parts[-1:]:
             part.attach()
         return parts
 
