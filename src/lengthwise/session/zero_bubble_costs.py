@@ -46,8 +46,8 @@ def with_split_backwards(
         prepared.wrapped_model.layers.may_split = True
     if not isinstance(cost, DualLayerCost) or cost.prices_split_backwards:
         return cost
-    shared = list(cost.fits)
-    return with_rows(prepared, options, cost, measured_rows(prepared, cost.table, shared, SPLIT_BACKWARD, EFFORT))
+    rows = measured_rows(prepared, cost.table, [min(cost.fits)], SPLIT_BACKWARD, EFFORT)
+    return with_rows(prepared, options, cost, rows)
 
 
 def _without(cost: CostModel) -> CostModel:

@@ -104,6 +104,8 @@ class DualLayerCost(SeparableCost):
         self.fits = self._variants[AS_PREPARED]
         self._selective_fits = self._variants.get(LayerVariant(keep_attention=True), {})
         self._split_fits = self._variants.get(SPLIT_BACKWARD, {})
+        self._split_key = min(self._split_fits, default=(1, Method.DENSE))
+        """Ranks and method that split backwards were measured with: what they leave depends on a rank's tokens."""
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
@@ -152,16 +154,12 @@ class DualLayerCost(SeparableCost):
 
     def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in gradients of weights that wait, on the stage but the first that has fewest."""
-        length, of_stages = np.asarray(lengths, dtype=np.float64), []
-        for stage in range(1, scheme.num_stages):
-            methods = [scheme.methods[layer] for layer in scheme.layers_of_stage(stage) if not scheme.recompute[layer]]
-            of_methods = [
-                count * self._split_fits[scheme.degree, method].weights.of_sequences(length)
-                for method, count in Counter(methods).items()
-                if (scheme.degree, method) in self._split_fits
-            ]
-            of_stages.append(sum(of_methods, start=np.zeros_like(length)))
-        return np.minimum.reduce(of_stages) if of_stages else np.zeros_like(length)
+        length, fit = np.asarray(lengths, dtype=np.float64), self._split_fits.get(self._split_key)
+        stages = map(scheme.layers_of_stage, range(1, scheme.num_stages))
+        counts = [len(layers) - sum(scheme.recompute[layers.start : layers.stop]) for layers in stages]
+        if fit is None or not counts:
+            return np.zeros_like(length)
+        return min(counts) * fit.weights.of_sequences(length * self._split_key[0] / scheme.degree)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
@@ -357,6 +355,13 @@ class DualLayerCost(SeparableCost):
             )
         return tuple(self._layers_of(scheme, stage) for stage in range(scheme.num_stages))
 
+    def _split_line(self, degree: int) -> LinearBytes | None:
+        """What the split backward of a layer keeps of a pack that ``degree`` ranks share; None: it was not measured."""
+        fit = self._split_fits.get(self._split_key)
+        if fit is None:
+            return None
+        return replace(fit.kept_layer, per_token=fit.kept_layer.per_token * self._split_key[0] / degree)
+
     def _layers_of(self, scheme: PipelineConfig, stage: int) -> tuple[StageLayers, ...]:
         layers = scheme.layers_of_stage(stage)
         methods = scheme.methods[layers.start : layers.stop]
@@ -370,7 +375,7 @@ class DualLayerCost(SeparableCost):
                 fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
                 offloaded[method, False], offloaded[method, True], copied_per_s,
                 self._selective_fits[scheme.degree, method] if scheme.keep_attention else None,
-                self._split_fits.get((scheme.degree, method)) if scheme.zero_bubble and stage else None,
+                self._split_line(scheme.degree) if scheme.zero_bubble and stage else None,
             )
             for method, count in Counter(methods).items()
         )  # fmt: skip

@@ -25,8 +25,8 @@ class StageLayers(NamedTuple):
     """Bytes per second of copies to or from the host."""
     selective: DegreeFit | None = None
     """Of a recomputed layer that keeps what attention gave, its second forward in its backward; None: none keeps it."""
-    split: DegreeFit | None = None
-    """Of a layer whose backward is split, with what that keeps; None: backwards are whole."""
+    split: LinearBytes | None = None
+    """What the split backward of a layer keeps; None: backwards are whole."""
 
     def times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that each sequence adds, forward and backward."""
@@ -77,8 +77,8 @@ class StageLayers(NamedTuple):
         """
         if self.split is None:
             return []
-        line, num_layers = self.split.kept_layer, self.num_layers - self.recomputed
-        return [(float(count * num_layers), line), (float(num_layers), _beyond(line, self.fit))]
+        num_layers = self.num_layers - self.recomputed
+        return [(float(count * num_layers), self.split), (float(num_layers), _beyond(self.split, self.fit))]
 
     @property
     def alive(self) -> LinearBytes:
