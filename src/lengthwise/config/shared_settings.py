@@ -1,7 +1,7 @@
 """Settings that configuration files and ``lengthwise.prepare`` have in common: one name, type, default and meaning."""
 
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -38,12 +38,20 @@ class Settings(BaseModel):
         """Refuse what pydantic would take: true and false as numbers, and text that no path or name can hold."""
         values = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, bool) for part in values) and not cls._takes_bool(info.field_name):
-            raise ValueError("a number or text is needed; true and false (also yes, no, on, off) are neither")
+            raise ValueError(f"{cls._needed(info.field_name)}; true and false (also yes, no, on, off) are neither")
         for text in values:
             lines = text.split("\n") if isinstance(text, str) and info.field_name in cls.multiline else [text]
             if isinstance(text, str) and (len(text) > MAX_TEXT or any(map(_UNPRINTABLE.search, lines))):
                 raise ValueError(f"text has at most {MAX_TEXT:,} characters and no control characters")
         return value
+
+    @classmethod
+    def _needed(cls, name: str | None) -> str:
+        """What a setting takes: one of some words, or a number or text."""
+        words = get_args(cls.model_fields[name].annotation) if name is not None else ()
+        if not words or not all(isinstance(word, str) for word in words):
+            return "a number or text is needed"
+        return f"one of {', '.join(map(repr, words))} is needed"
 
     @classmethod
     def _takes_bool(cls, name: str | None) -> bool:

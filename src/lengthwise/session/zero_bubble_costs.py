@@ -31,9 +31,11 @@ def with_split_backwards(
         CheckError: the same, as gradients differ then.
     """
     problem = prepared.split_problem
+    if options.zero_bubble == "none" or max_stages == 1:
+        return _without(cost)
     if problem and options.zero_bubble == "all":
         raise InputError(f"zero_bubble='all', and {problem}; leave one of the two out")
-    if problem or options.zero_bubble == "none" or max_stages == 1:
+    if problem:
         return _without(cost)
     if prepared.is_cuttable:  # and else a run compares the stages that a plan has
         try:

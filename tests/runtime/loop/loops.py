@@ -67,6 +67,16 @@ class TroubleError(Exception):
     """What a loop runs into."""
 
 
+def fail_in_backward(weight):
+    """Raise an error when the gradient of a weight comes, once."""
+
+    def fail(gradient):
+        hook.remove()
+        raise TroubleError
+
+    hook = weight.register_hook(fail)
+
+
 def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False, stages=1):
     """A loop that catches its errors and goes on; in its first step, ranks of ``troubled`` run into one at a place.
 
@@ -84,6 +94,8 @@ def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False
                 loss = model(**micro_batch.inputs)[1]
                 if wants and place == "before the backward" and number == 0:
                     raise TroubleError
+                if wants and place == "in the backward" and number == 0:
+                    fail_in_backward(model.layers[len(model.layers) // 2].down.weight)
                 if wants and place == "the loss":
                     loss = loss * float("nan")
                 step.backward(loss)

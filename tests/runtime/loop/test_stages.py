@@ -117,6 +117,7 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks
     [
         "before the backward",
         "the loss",
+        "in the backward",
         *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the forward", "after the backward")),
     ],
 )
@@ -130,7 +131,7 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks
 )
 def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place, by_layer):
     losses, expected = plain_loop()
-    for troubled in (0, num_ranks - 1):
+    for troubled in {num_ranks // 2} if place == "in the backward" else (0, num_ranks - 1):
         for found, weights, _ in ranks(num_ranks).run(
             train_through_trouble, degree, 1, place, {troubled}, stages=stages, by_layer=by_layer
         ):

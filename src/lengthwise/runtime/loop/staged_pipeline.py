@@ -5,8 +5,8 @@ gives to ``step.backward`` waits until the schedule has that backward. Where the
 come in a pass of their own, later.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
 
@@ -120,14 +120,16 @@ class StagedPipeline:
         """Run the backward of a micro-batch; its ``has_failed`` says whether memory was enough."""
         stage, gradient = shard.stage_pass, None
         assert stage is not None
-        if not stage.is_last:
+        if not stage.is_last and not stage.has_gradient:
             gradient = self._receive(self._gradients, shard, self._layers.stop - 1, self._stage + 1, index)
+            stage.has_gradient = True
         if not shard.has_failed:
             shard.backward_begun = shard.num_exchanges
             last = self._layers.stop + stage.is_last  # after all layers there is the head
             try:
                 self._meter.start()
-                with active(shard), passing(self._run.wrapped_model.layers.overlap, shard, last), _leaving(shard):
+                leaving = nullcontext() if shard.weight_gradients is None else shard.weight_gradients.opened()
+                with active(shard), passing(self._run.wrapped_model.layers.overlap, shard, last), leaving:
                     _differentiate(stage, gradient)
                 self.times_s[index] = self.times_s.get(index, 0.0) + self._meter.stop()[0]
             except Exception as error:
@@ -224,19 +226,6 @@ def staged_pipelines(
 def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:
     """Within, the backward of a micro-batch runs, which begins at ``position`` of the forward."""
     return nullcontext() if overlap is None else overlap.backward(shard.watched, position)
-
-
-@contextmanager
-def _leaving(shard: PackShard) -> Iterator[None]:
-    """Within, the backward that the plan means runs, which may leave gradients of weights for later."""
-    gradients = shard.weight_gradients
-    if gradients is not None:
-        gradients.is_open = True
-    try:
-        yield
-    finally:
-        if gradients is not None:
-            gradients.is_open = False
 
 
 def _ignore(layer: int) -> None:

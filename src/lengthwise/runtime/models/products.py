@@ -12,6 +12,7 @@ t tokens of this rank, O outputs, I inputs of a product.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,15 @@ class WeightGradients:
     def of_unit(self, unit: int) -> "SplitProducts":
         """Products with the weights of ``unit`` whose gradients come here."""
         return SplitProducts(self, unit)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within, the backward runs that is to leave them for later."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
 
     def add(self, waiting: _Waiting) -> None:
         """Keep a product for later."""

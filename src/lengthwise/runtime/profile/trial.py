@@ -6,7 +6,7 @@ leaves are to be discarded.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -200,7 +200,7 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
             is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),
-            weight_gradients=WeightGradients() if trial.split_backward else None,
+            weight_gradients=WeightGradients(is_open=False) if trial.split_backward else None,
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)
@@ -215,7 +215,9 @@ def _loss(run: PreparedModel, micro_batch: MicroBatch) -> Tensor:
 
 def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:
     micro_batch.shard.backward_begun = micro_batch.shard.num_exchanges
-    loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))
+    gradients = micro_batch.shard.weight_gradients
+    with nullcontext() if gradients is None else gradients.opened():
+        loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))
 
 
 def _waiting_bytes(gradients: WeightGradients | None) -> dict[int, int]:

@@ -8,6 +8,7 @@ Backwards of stages are whole, or split as plans with a zero bubble have them.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -89,10 +90,11 @@ def _gradients_in_stages(run: PreparedModel, stage_layers: Sequence[int], splits
         loss, gradient = torch.zeros(()), torch.tensor(1 / run.world.size if is_summed else 1.0)
         for layers in reversed(cuts):
             with run.pinned(weights_of_layers(layers, used)):
-                gradients = WeightGradients() if splits and layers.start else None
+                gradients = WeightGradients(is_open=False) if splits and layers.start else None
                 stage, result = _forward(run, layers, received.pop(), gradients)
                 loss = result.detach() if stage.is_last else loss
-                added = _backward(run, stage, result, gradient.to(result).expand_as(result))
+                with nullcontext() if gradients is None else gradients.opened():
+                    added = _backward(run, stage, result, gradient.to(result).expand_as(result))
                 num_waiting += 0 if gradients is None else _add_waiting(run, gradients, added)
                 totals = added if not totals else [total + more for total, more in zip(totals, added)]
                 gradient = gradient if stage.input is None else _gradient_of(stage.input)

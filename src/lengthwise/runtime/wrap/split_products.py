@@ -2,7 +2,8 @@
 
 ``linear``, ``addmm`` as in GPT-2's Conv1D, and ``matmul``. All else has whole backwards: weights made of others, such
 as LoRA's sums, slices of experts or parametrizations, products of several weights at once, frozen weights, and those
-with hooks of their own, which are to see one gradient.
+with hooks of their own, which are to see one gradient. So has what the layer itself computes again in its backward, in
+tiles or under ``checkpoint``, and what ``torch.func`` transforms.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from lengthwise.runtime.wrap.context import PackShard
 
@@ -40,12 +42,24 @@ class SplitProductsMode(TorchFunctionMode):
         kwargs, layer, gradients = kwargs or {}, self._shard.layer, self._shard.weight_gradients
         if func not in WEIGHT_PRODUCTS or layer is None or gradients is None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        product = None if self._shard.is_recomputed(layer) else weight_product(func, args, kwargs)
+        is_whole = self._shard.is_recomputed(layer) or _is_checkpointed() or _is_transformed()
+        product = None if is_whole else weight_product(func, args, kwargs)
         if product is None:
             return func(*args, **kwargs)
         products = gradients.of_unit(layer)
         multiply = products.linear if product.is_transposed else products.matmul
         return multiply(product.tokens, product.weight, product.bias)
+
+
+def _is_checkpointed() -> bool:
+    """Whether ``torch.utils.checkpoint`` keeps what is saved here, and compares it with that of the second forward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` maps or differentiates what is computed here."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class WeightProduct(NamedTuple):

@@ -34,6 +34,8 @@ class StagedForward:
     """The hidden states after the stage; None on the last one, or before they were computed."""
     differentiate: Callable[[], None] | None = None
     """On the last stage, runs the backward of the loop's loss."""
+    has_gradient: bool = False
+    """Whether the gradient of the output was received from the next stage, whatever became of the backward."""
     is_begun: bool = False
     is_received: bool = False
     is_sent: bool = False
