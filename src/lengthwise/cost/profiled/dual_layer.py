@@ -103,9 +103,10 @@ class DualLayerCost(SeparableCost):
         self._variants = {variant: _fits(table, variant) for variant in table.variants}
         self.fits = self._variants[AS_PREPARED]
         self._selective_fits = self._variants.get(LayerVariant(keep_attention=True), {})
-        self._split_fits = self._variants.get(SPLIT_BACKWARD, {})
-        self._split_key = min(self._split_fits, default=(1, Method.DENSE))
-        """Ranks and method that split backwards were measured with: what they leave depends on a rank's tokens."""
+        self._split = min(self._variants.get(SPLIT_BACKWARD, {}).items(), default=None)
+        """Ranks, method and curves of split backwards; what they leave depends on a rank's tokens alone."""
+        self.prices_split_backwards = self._split is not None
+        """Whether schemes may split backwards: as was measured."""
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._stages = SchemeCache(self._find)
         self._units = UnitGradients(unit_params, gradient_bytes(self.dtype, is_narrow=narrow_gradients))
@@ -147,19 +148,15 @@ class DualLayerCost(SeparableCost):
         per_token_s = LEAST_S + self.sent_s(scheme)[0]
         return np.maximum.reduce([_times_s(length, layers) for layers in self._stages(scheme)]) + per_token_s * length
 
-    @property
-    def prices_split_backwards(self) -> bool:
-        """Whether schemes may split backwards: as was measured."""
-        return bool(self._split_fits)
-
     def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds of each sequence in gradients of weights that wait, on the stage but the first that has fewest."""
-        length, fit = np.asarray(lengths, dtype=np.float64), self._split_fits.get(self._split_key)
+        length = np.asarray(lengths, dtype=np.float64)
         stages = map(scheme.layers_of_stage, range(1, scheme.num_stages))
         counts = [len(layers) - sum(scheme.recompute[layers.start : layers.stop]) for layers in stages]
-        if fit is None or not counts:
+        if self._split is None or not counts:
             return np.zeros_like(length)
-        return min(counts) * fit.weights.of_sequences(length * self._split_key[0] / scheme.degree)
+        (degree, _), fit = self._split
+        return min(counts) * fit.weights.of_sequences(length * degree / scheme.degree)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
@@ -357,10 +354,10 @@ class DualLayerCost(SeparableCost):
 
     def _split_line(self, degree: int) -> LinearBytes | None:
         """What the split backward of a layer keeps of a pack that ``degree`` ranks share; None: it was not measured."""
-        fit = self._split_fits.get(self._split_key)
-        if fit is None:
+        if self._split is None:
             return None
-        return replace(fit.kept_layer, per_token=fit.kept_layer.per_token * self._split_key[0] / degree)
+        (measured, _), fit = self._split
+        return replace(fit.kept_layer, per_token=fit.kept_layer.per_token * measured / degree)
 
     def _layers_of(self, scheme: PipelineConfig, stage: int) -> tuple[StageLayers, ...]:
         layers = scheme.layers_of_stage(stage)
