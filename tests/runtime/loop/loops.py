@@ -1,6 +1,7 @@
 """Loops of users who do what a loop may do: catch errors, leave steps, change weights; on every rank of a pool."""
 
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -425,3 +426,15 @@ def train_with_other_calls(degree):
                 micro_batch.per_sequence(logits if run.world.rank else logits[:, 0])
     run.close()
     return str(refused.value)
+
+
+def with_plans_changed(change, function, *arguments, **options):
+    """What ``function`` gives where every plan by hand is changed."""
+    unchanged = plan_on  # which is replaced by its name
+
+    def planner(*how, **more):
+        plan = unchanged(*how, **more)
+        return lambda batch: change(plan(batch))
+
+    with mock.patch(f"{__name__}.plan_on", planner), mock.patch.object(memory_runs, "plan_on", planner):
+        return function(*arguments, **options)

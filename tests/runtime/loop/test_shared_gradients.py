@@ -11,7 +11,7 @@ from lengthwise.core.layout import shard_size
 from lengthwise.runtime.loop import shared_gradients
 from lengthwise.runtime.state.gradient_shares import GradientShares
 from tests.runtime.loop import memory_runs
-from tests.runtime.loop.loops import plain_loop, train_through_trouble
+from tests.runtime.loop.loops import plain_loop, train_through_trouble, with_plans_changed
 from tests.runtime.loop.memory_runs import plan_on
 from tests.runtime.loop.runs import Packs, in_double, prepared
 from tests.runtime.loop.test_families import CASES
@@ -34,13 +34,7 @@ def with_shares(plan):
 
 def sharing(function, *arguments, **options):
     """``function`` where every plan shards gradients."""
-
-    def planner(*how, **more):
-        plan = plan_on(*how, **more)
-        return lambda batch: with_shares(plan(batch))
-
-    with mock.patch("tests.runtime.loop.loops.plan_on", planner), mock.patch.object(memory_runs, "plan_on", planner):
-        return function(*arguments, **options)
+    return with_plans_changed(with_shares, function, *arguments, **options)
 
 
 def steps_with_shares(groups, *, reads_early):

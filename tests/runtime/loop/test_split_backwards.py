@@ -1,7 +1,6 @@
 """Stages of any model split their backwards, learn the same whatever goes wrong, and leave for later what they can."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.split_products import splitting, weight_product
 from tests.runtime.loop import memory_runs
-from tests.runtime.loop.loops import plain_loop, train_through_trouble
-from tests.runtime.loop.memory_runs import plan_on
+from tests.runtime.loop.loops import plain_loop, train_through_trouble, with_plans_changed
 from tests.runtime.loop.runs import assert_exact, shard_of, step_on_ranks
 from tests.runtime.loop.test_families import CASES
 from tests.runtime.loop.test_stages import FOUR, THREE, TWO
@@ -44,13 +42,7 @@ def with_split_backwards(plan):
 
 def splitting_all(function, *arguments, **options):
     """``function`` where stages of every plan split their backwards."""
-
-    def planner(*how, **more):
-        plan = plan_on(*how, **more)
-        return lambda batch: with_split_backwards(plan(batch))
-
-    with mock.patch("tests.runtime.loop.loops.plan_on", planner), mock.patch.object(memory_runs, "plan_on", planner):
-        return function(*arguments, **options)
+    return with_plans_changed(with_split_backwards, function, *arguments, **options)
 
 
 @pytest.mark.parametrize(
