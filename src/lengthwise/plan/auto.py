@@ -8,7 +8,7 @@ where the prediction that it is slower lies within that error.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -62,6 +62,9 @@ PLANS_A_PART = 6
 VERY_FEW_DEVICES = 64
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, not the main ones alone.
 """
+USELESS_PARTS, FASTER = 2, 1e-3
+"""Parts in a row, none of which has a strategy that makes the average step faster by so much, after which none is
+searched for the corpus."""
 WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
 """How many strategies of the corpus are planned at most where training waits, the most promising first: so many, and up
 to so many while their plans assign fewer sequences than this."""
@@ -107,7 +110,7 @@ class AutoPolicy:
             parts = self.parts if problem.num_devices <= VERY_FEW_DEVICES else main_parts(problem.candidates)
             holding_parts = holding(parts, problem.max_length)
             of_parts = proposals_of_parts(Proposer(problem), problem, holding_parts, of_everything=proposed)
-            proposed += [proposal for of_part in of_parts for proposal in of_part]
+            proposed += while_faster(of_parts, beside=proposed)
         strategy_counts = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
         strategies = [placed_strategy(problem, counts) for counts in strategy_counts]
         self.strategy_candidates = StrategyCandidates(strategies)
@@ -219,6 +222,20 @@ def proposals_of_parts(
         if is_whole or not any(all(members.issuperset(_members(k)) for k in proposed) for proposed in of_larger):
             yield (of_part := proposer.propose(families_of(problem, part)))
             searched += [(members, of_part)] if of_part else []
+
+
+def while_faster(of_parts: Iterable[list[Proposal]], *, beside: Sequence[Proposal]) -> list[Proposal]:
+    """Strategies of part after part until ``USELESS_PARTS`` in a row have none that is faster on the average step."""
+    fastest_s, num_useless = min((proposal.mean_s for proposal in beside), default=np.inf), 0
+    proposed: list[Proposal] = []
+    for of_part in of_parts:
+        proposed += of_part
+        part_s = min((proposal.mean_s for proposal in of_part), default=np.inf)
+        num_useless = 0 if part_s < fastest_s * (1 - FASTER) else num_useless + 1
+        if num_useless == USELESS_PARTS:
+            break
+        fastest_s = min(fastest_s, part_s)
+    return proposed
 
 
 def _members(proposal: Proposal) -> list[Candidate]:

@@ -8,7 +8,7 @@ import numpy as np
 from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.candidate import Candidate, lengths_up_to
 from lengthwise.plan.space.parts import FEW_DEVICES
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.split_backwards import with_whole_backwards
@@ -152,7 +152,7 @@ def _families_of(problem: PlanningProblem, members: Sequence[Candidate]) -> list
     """The pivot of candidates that stand in for one another, chosen by the samples, and those that are leaner."""
     corpus = problem.once("lengths to compare by", lambda: _ComparedLengths(_compared_lengths(problem)))
     is_mixed = members[0].num_stages == 1
-    rungs = fastest_first(members) if is_mixed else undominated(members)
+    rungs = fastest_rungs(members) if is_mixed else undominated(members)
     pivot = min(range(len(rungs)), key=lambda level: corpus.time_s(rungs[level:]))
     return [
         CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
@@ -167,7 +167,7 @@ def families_by_pivot(members: Sequence[Candidate], *, max_pivots: int | None = 
     Pipelines of several stages run all packs as one candidate.
     """
     is_mixed = members[0].num_stages == 1
-    rungs = fastest_first(members) if is_mixed else undominated(members)
+    rungs = fastest_rungs(members) if is_mixed else undominated(members)
     num_pivots = max_pivots or len(rungs)
     return [
         CandidateFamily(pivot=rungs[start], leaner=tuple(rungs[start + 1 :]) if is_mixed else ())
@@ -182,24 +182,36 @@ def _compared_lengths(problem: PlanningProblem) -> np.ndarray:
     return lengths
 
 
-def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates each of which holds more tokens than all faster ones, for pipelines that may use all of them.
+def fastest_rungs(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates each of which holds more tokens than those before it, and runs sequences that these do not hold.
 
-    "Faster" must hold for every length, so that a sequence never takes less time than a shorter one. So what is faster
-    than a leaner one at some lengths alone is not among them.
+    Of all such lists that hold what any candidate holds, the one whose sequences take fewest seconds if those of every
+    order of magnitude have as many tokens. No sequence takes less time than a shorter one.
     """
-    alone = _alone_s(candidates)
-    ladder: list[Candidate] = []
-    for candidate in sorted(
-        candidates, key=lambda candidate: -candidate.max_tokens
-    ):  # a slower one with less room is of no use
-        if not ladder or (
-            (alone[candidate] <= alone[ladder[-1]]).all() and candidate.max_tokens < ladder[-1].max_tokens
-        ):
-            ladder.append(candidate)
-        elif candidate.max_tokens == ladder[-1].max_tokens and (alone[candidate] <= alone[ladder[-1]]).all():
-            ladder[-1] = candidate
-    return ladder[::-1]
+    rungs = sorted(candidates, key=lambda candidate: candidate.max_tokens)
+    limits = np.array([candidate.max_tokens for candidate in rungs])
+    compared = lengths_up_to(int(limits[-1]))
+    lengths = np.union1d(compared, limits)
+    logs = np.log(compared), np.log(list(_alone_s(rungs).values()))
+    times_s = np.exp([np.interp(np.log(lengths), logs[0], rung_logs) for rung_logs in logs[1]])
+    tokens_share = np.diff(np.log(lengths), prepend=0.0) / lengths
+    sums_s = np.insert(np.cumsum(times_s * tokens_share, axis=1), 0, 0.0, axis=1)
+    ends = np.searchsorted(lengths, limits, side="right")
+    held_s = sums_s[np.arange(len(rungs)), ends]
+
+    at_limits_s = times_s[:, ends - 1].T
+    follows = (limits > limits[:, None]) & (at_limits_s >= np.diag(at_limits_s)[:, None])
+    steps_s = np.where(follows, held_s - sums_s[:, ends].T, np.inf)
+    to_go_s = np.where(limits == limits[-1], 0.0, np.inf)
+    following = np.full(len(rungs), -1)
+    for rung in range(len(rungs))[::-1]:
+        totals_s = steps_s[rung] + to_go_s
+        if (best := int(totals_s.argmin())) and totals_s[best] < to_go_s[rung]:
+            to_go_s[rung], following[rung] = totals_s[best], best
+    chosen = [int((held_s + to_go_s).argmin())]
+    while (rung := int(following[chosen[-1]])) >= 0:
+        chosen.append(rung)
+    return [rungs[rung] for rung in chosen]
 
 
 def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:

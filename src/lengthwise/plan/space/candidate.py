@@ -21,7 +21,7 @@ from lengthwise.core.pipeline_config import (
 from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.data.size_buckets import round_down
 
-NUM_COMPARED = 32
+NUM_COMPARED = 64
 """Lengths by which candidates are compared that stand in for one another."""
 Family = tuple[int, tuple[int, ...], WeightPlacement, bool, bool, int]
 """Degree, layers per stage, weights, whether gradients are sharded and backwards split, and slices: schemes that agree
@@ -184,7 +184,7 @@ class Candidate:
     def alone_s(self, longest: int) -> np.ndarray:
         """Seconds per stage of micro-batches of one sequence, of some lengths up to ``longest``; computed once."""
         if longest not in self._alone_s:
-            self._alone_s[longest] = self.times_s(_lengths_up_to(longest)) + self.overhead_s
+            self._alone_s[longest] = self.times_s(lengths_up_to(longest)) + self.overhead_s
         return self._alone_s[longest]
 
     def weight_times_s(self, lengths: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ class Candidate:
 
 
 @lru_cache(maxsize=256)
-def _lengths_up_to(longest: int) -> np.ndarray:
+def lengths_up_to(longest: int) -> np.ndarray:
     """The lengths by which candidates are compared that stand in for one another."""
     return np.unique(np.geomspace(1, longest, NUM_COMPARED).astype(np.int64))
 

@@ -231,8 +231,6 @@ class Run(WatchedModel):
         if step is None or step.is_over:
             return
         step.leave()
-        if step.is_iterated:
-            raise CheckError(f"step {step.number} got no step.update()")
         _log.warning("%s; it comes again", self._last_failure)
 
     @errors_spelt(as_option)

@@ -321,13 +321,20 @@ class Step:
         self.run.note_skipped(self)
 
     def leave(self) -> None:
-        """Leave the step without an update, after an error or a ``break``; all ranks discard it."""
+        """Leave the step without an update, after an error, a ``break`` or a ``continue``; all ranks discard it.
+
+        Raises:
+            CheckError: every rank computed all of it and called no update, or ranks have come apart.
+        """
         place = self._place()
         self.finish_exchanges()
         self.is_over = True
-        reports = sync_ranks(self.run.world, RankOperation.LEAVE, self.number, note=f"left it {place}")
+        values, note = (int(self.is_iterated),), f"left it {place}"
+        reports = sync_ranks(self.run.world, RankOperation.LEAVE, self.number, values=values, note=note)
         reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
         self.run.discard()
+        if set(reports.operations) == {RankOperation.LEAVE} and all(reports.column(0)):
+            raise CheckError(f"step {self.number} got no step.update(); step.skip() leaves it out")
         self.run.note_failure(f"step {self.number}: {reports.notes_text()}")
 
     def finish_exchanges(self) -> None:

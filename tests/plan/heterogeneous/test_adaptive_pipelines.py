@@ -1,0 +1,94 @@
+"""Which candidates of a family run which sequences."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.heterogeneous.adaptive_pipelines import (
+    CandidateFamily,
+    families_by_pivot,
+    families_of,
+    fastest_rungs,
+)
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
+
+LONGEST = 131_072
+MOST_MEMBERS = 12
+"""Members of a family of which all lists are tried."""
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A model whose long sequences are best kept in host memory, and whose short ones on the device."""
+    model, cluster = model_preset("llama-13b"), cluster_preset("8x8xH100-80GB")
+    samples = [np.array([LONGEST, *[4096] * 100])]
+    cost = AnalyticCost(model=model, cluster=cluster)
+    return make_problem(
+        cost, cluster=cluster, num_layers=model.num_layers, max_length=LONGEST, search_space=SearchSpace(),
+        samples=samples,
+    )  # fmt: skip
+
+
+def alone_s(rungs, lengths):
+    """Seconds of sequences that have a pack of their own, each as the first rung that holds it."""
+    limits = [rung.max_tokens for rung in rungs]
+    every_s = np.array([rung.times_s(lengths) + rung.overhead_s for rung in rungs])
+    return every_s[np.searchsorted(limits, lengths), np.arange(len(lengths))]
+
+
+def test_rungs_are_as_fast_as_the_best_of_all_lists_of_a_familys_members(problem):
+    num_families = 0
+    for members in problem.families.values():
+        few = members[:: len(members) // MOST_MEMBERS + 1]
+        longest = max(member.max_tokens for member in few)
+        lengths = np.unique(np.geomspace(1, longest, 2000).astype(int))
+        weights = np.diff(np.log(lengths), prepend=0) / lengths
+        by_room = sorted(few, key=lambda member: member.max_tokens)
+        lists_s = []
+        for count in range(1, len(few) + 1):
+            for tried in combinations(by_room, count):
+                rooms = [member.max_tokens for member in tried]
+                if rooms[-1] == longest and len(set(rooms)) == count:
+                    times_s = alone_s(tried, lengths)
+                    if (np.diff(times_s) >= 0).all():
+                        lists_s.append(float(times_s @ weights))
+        assert float(alone_s(fastest_rungs(few), lengths) @ weights) <= min(lists_s) * 1.002
+        num_families += len(lists_s) > 20
+    assert num_families > 10
+
+
+def test_each_rung_holds_more_tokens_and_takes_no_less_time_than_those_before_it(problem):
+    for members in problem.families.values():
+        rungs = fastest_rungs(members)
+        assert (np.diff([rung.max_tokens for rung in rungs]) > 0).all()
+        assert rungs[-1].max_tokens == max(member.max_tokens for member in members)
+        for less, more in zip(rungs, rungs[1:]):
+            at = np.array([less.max_tokens, less.max_tokens + 1])
+            assert more.times_s(at)[1] + more.overhead_s >= (less.times_s(at)[0] + less.overhead_s) * 0.995
+
+
+def test_what_is_faster_for_long_sequences_alone_runs_them(problem):
+    """Keys, values and inputs of long sequences go to the host in less time than recompute takes; short ones do not."""
+    families = [
+        family
+        for family in families_of(problem, problem.candidates)
+        if family.scheme.degree == 16 and family.num_stages == 1 and "ulysses" in family.scheme.name
+    ]
+    assert families
+    for family in families:
+        tile = CandidateFamily(pivot=family.pivot, leaner=family.leaner)
+        run = next(rung for rung in (tile.pivot, *tile.leaner) if rung.max_tokens >= LONGEST)
+        assert any(run.scheme.offload) and not any(run.scheme.recompute), run.scheme.name
+
+
+def test_every_rung_is_the_pivot_of_a_family_with_those_after_it(problem):
+    members = max(problem.families.values(), key=len)
+    rungs = fastest_rungs(members)
+    families = families_by_pivot(members)
+    if members[0].num_stages == 1:
+        assert [(family.pivot, *family.leaner) for family in families] == [
+            tuple(rungs[place:]) for place in range(len(rungs))
+        ]
