@@ -1,6 +1,6 @@
 """Which candidates of a family run which sequences."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +65,7 @@ def test_each_rung_holds_more_tokens_and_takes_no_less_time_than_those_before_it
         rungs = fastest_rungs(members)
         assert (np.diff([rung.max_tokens for rung in rungs]) > 0).all()
         assert rungs[-1].max_tokens == max(member.max_tokens for member in members)
-        for less, more in zip(rungs, rungs[1:]):
+        for less, more in pairwise(rungs):
             at = np.array([less.max_tokens, less.max_tokens + 1])
             assert more.times_s(at)[1] + more.overhead_s >= (less.times_s(at)[0] + less.overhead_s) * 0.995
 

@@ -83,7 +83,11 @@ class ItemReaders:
 
     def _of(self, sequence: int) -> Item:
         while sequence not in self._held and (ids := next(self._waiting, None)) is not None:
-            self._held = dict(zip(ids, next(self._batches)))
+            try:
+                self._held = dict(zip(ids, next(self._batches)))
+            except Exception as error:
+                # frames of the loader would keep it alive, and what garbage collection shuts down waits 5 s a process
+                raise error.with_traceback(None) from None
         return self._held[sequence] if sequence in self._held else self._items.read(sequence)
 
 
