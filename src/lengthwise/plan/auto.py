@@ -62,9 +62,9 @@ PLANS_A_PART = 6
 VERY_FEW_DEVICES = 64
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, not the main ones alone.
 """
-USELESS_PARTS, FASTER = 2, 1e-3
-"""Parts in a row, none of which has a strategy that makes the average step faster by so much, after which none is
-searched for the corpus."""
+USELESS_PARTS, FASTER = 3, 1e-3
+"""Parts in a row, none of whose strategies makes the average step faster by so much, after which no part is searched
+for the corpus."""
 WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
 """How many strategies of the corpus are planned at most where training waits, the most promising first: so many, and up
 to so many while their plans assign fewer sequences than this."""
@@ -228,9 +228,9 @@ def while_faster(of_parts: Iterable[list[Proposal]], *, beside: Sequence[Proposa
     """Strategies of part after part until ``USELESS_PARTS`` in a row have none that is faster on the average step."""
     fastest_s, num_useless = min((proposal.mean_s for proposal in beside), default=np.inf), 0
     proposed: list[Proposal] = []
-    for of_part in of_parts:
+    for of_part in filter(None, of_parts):
         proposed += of_part
-        part_s = min((proposal.mean_s for proposal in of_part), default=np.inf)
+        part_s = min(proposal.mean_s for proposal in of_part)
         num_useless = 0 if part_s < fastest_s * (1 - FASTER) else num_useless + 1
         if num_useless == USELESS_PARTS:
             break
