@@ -62,7 +62,7 @@ PLANS_A_PART = 6
 VERY_FEW_DEVICES = 64
 """Devices up to which strategies are proposed for the corpus of all parts of the search space, not the main ones alone.
 """
-USELESS_PARTS, FASTER = 3, 1e-3
+USELESS_PARTS, FASTER = 4, 1e-3
 """Parts in a row, none of whose strategies makes the average step faster by so much, after which no part is searched
 for the corpus."""
 WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
