@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -186,32 +187,50 @@ def fastest_rungs(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates each of which holds more tokens than those before it, and runs sequences that these do not hold.
 
     Of all such lists that hold what any candidate holds, the one whose sequences take fewest seconds if those of every
-    order of magnitude have as many tokens. No sequence takes less time than a shorter one.
+    order of magnitude have as many tokens. No sequence takes less time than a shorter one, which schedules rely on.
     """
     rungs = sorted(candidates, key=lambda candidate: candidate.max_tokens)
     limits = np.array([candidate.max_tokens for candidate in rungs])
+    held_s, steps_s = _held_seconds(rungs, limits)
+    while True:
+        chosen = _fastest_list(held_s, steps_s, ends=limits == limits[-1])
+        falling = [
+            (less, more)
+            for less, more in pairwise(chosen)
+            if rungs[more].alone_at_s(int(limits[less])) < rungs[less].alone_at_s(int(limits[less]))
+        ]
+        if not falling:
+            return [rungs[rung] for rung in chosen]
+        steps_s[tuple(zip(*falling))] = np.inf
+
+
+def _held_seconds(rungs: Sequence[Candidate], limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[R] seconds of all that each of some candidates holds, and [R, R] of what a later one holds and an earlier not.
+
+    Of sequences that together have as many tokens in every order of magnitude; inf for one that holds no more.
+    """
     compared = lengths_up_to(int(limits[-1]))
     lengths = np.union1d(compared, limits)
-    logs = np.log(compared), np.log(list(_alone_s(rungs).values()))
-    times_s = np.exp([np.interp(np.log(lengths), logs[0], rung_logs) for rung_logs in logs[1]])
-    tokens_share = np.diff(np.log(lengths), prepend=0.0) / lengths
-    sums_s = np.insert(np.cumsum(times_s * tokens_share, axis=1), 0, 0.0, axis=1)
-    ends = np.searchsorted(lengths, limits, side="right")
+    logs = np.log([candidate.alone_s(int(limits[-1])) for candidate in rungs])
+    times_s = np.exp([np.interp(np.log(lengths), np.log(compared), rung_logs) for rung_logs in logs])
+    sums_s = np.cumsum(times_s * np.diff(np.log(lengths), prepend=0.0) / lengths, axis=1)
+    ends = np.searchsorted(lengths, limits)
     held_s = sums_s[np.arange(len(rungs)), ends]
+    return held_s, np.where(limits > limits[:, None], held_s - sums_s[:, ends].T, np.inf)
 
-    at_limits_s = times_s[:, ends - 1].T
-    follows = (limits > limits[:, None]) & (at_limits_s >= np.diag(at_limits_s)[:, None])
-    steps_s = np.where(follows, held_s - sums_s[:, ends].T, np.inf)
-    to_go_s = np.where(limits == limits[-1], 0.0, np.inf)
-    following = np.full(len(rungs), -1)
-    for rung in range(len(rungs))[::-1]:
+
+def _fastest_list(held_s: np.ndarray, steps_s: np.ndarray, *, ends: np.ndarray) -> list[int]:
+    """The numbers of candidates in the fastest list of :func:`fastest_rungs`; ``ends``: which may be its last."""
+    to_go_s = np.where(ends, 0.0, np.inf)
+    following = np.zeros(len(held_s), dtype=np.int64)
+    for rung in np.flatnonzero(~ends)[::-1].tolist():
         totals_s = steps_s[rung] + to_go_s
-        if (best := int(totals_s.argmin())) and totals_s[best] < to_go_s[rung]:
-            to_go_s[rung], following[rung] = totals_s[best], best
+        following[rung] = totals_s.argmin()
+        to_go_s[rung] = totals_s[following[rung]]
     chosen = [int((held_s + to_go_s).argmin())]
-    while (rung := int(following[chosen[-1]])) >= 0:
-        chosen.append(rung)
-    return [rungs[rung] for rung in chosen]
+    while not ends[chosen[-1]]:
+        chosen.append(int(following[chosen[-1]]))
+    return chosen
 
 
 def undominated(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -48,12 +48,13 @@ class PipelineGroup:
             return times_s
         times_s = times_s.copy()
         needed = np.searchsorted(self.limits, lengths)
+        least_s = times_s[needed == 0].max(initial=0.0)
         for number, candidate in enumerate(self.leaner, start=1):
             mine = needed == number
             if mine.any():
-                times_s[mine] = (
-                    priced.times_s(candidate)[mine] + priced.overhead_s(candidate) - priced.overhead_s(self.candidate)
-                )
+                alone_s = priced.times_s(candidate)[mine] + priced.overhead_s(candidate)
+                times_s[mine] = np.maximum(alone_s - priced.overhead_s(self.candidate), least_s)  # sums are rounded
+                least_s = times_s[mine].max()
         times_s[lengths > self.limits[-1]] = np.inf
         return times_s
 

@@ -44,6 +44,7 @@ class Candidate:
     _recomputing: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
     _in_slices: dict[int, "Candidate"] = field(init=False, default_factory=dict, repr=False)
     _alone_s: dict[int, np.ndarray] = field(init=False, default_factory=dict, repr=False)
+    _alone_at_s: dict[int, float] = field(init=False, default_factory=dict, repr=False)
 
     @cached_property
     def num_devices(self) -> int:
@@ -186,6 +187,12 @@ class Candidate:
         if longest not in self._alone_s:
             self._alone_s[longest] = self.times_s(lengths_up_to(longest)) + self.overhead_s
         return self._alone_s[longest]
+
+    def alone_at_s(self, tokens: int) -> float:
+        """Seconds per stage of a micro-batch of one sequence of so many tokens; computed once."""
+        if tokens not in self._alone_at_s:
+            self._alone_at_s[tokens] = float(self.times_s(np.array([tokens]))[0]) + self.overhead_s
+        return self._alone_at_s[tokens]
 
     def weight_times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage of each sequence in gradients of weights that may wait; 0 where backwards are whole."""
