@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
+from lengthwise.runtime.wrap.oom_recovery import OutputStructure
 from tests.runtime.loop.memory_runs import LAYERS, TRAINED, train
 
 PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
@@ -61,15 +62,15 @@ def test_several_ranks_may_fail_at_different_places(ranks):
         torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-def test_what_was_not_computed_goes_through_any_loop_unharmed():
+def test_what_was_not_computed_has_the_shapes_that_it_would_have():
     outputs = OutputStructure()
-    outputs.note({"logits": torch.ones(2), "parts": (torch.ones(1), torch.ones(()))})
-    found = outputs.not_computed()
-    logits, (_, loss) = found["logits"], found["parts"]
-    value = torch.nn.functional.cross_entropy(logits.view(-1, 3)[..., :-1], torch.zeros(2).long()) + 2 * loss**2 / 3
-    assert isinstance(value, MissingTensor)
-    assert isinstance((-value).mean().detach(), MissingTensor)
-    assert value.item() != value.item() and f"{value:.3f}" == "nan"
+    outputs.note({"logits": torch.ones(1, 4, 4), "parts": (torch.ones(4), torch.ones(()), 7)}, 4)
+    outputs.note({"logits": torch.ones(1, 6, 4), "parts": (torch.ones(6), torch.ones(()), 7)}, 6)
+    found = outputs.not_computed(9, torch.device("cpu"))
+    logits, (by_slot, loss, number) = found["logits"], found["parts"]
+    assert logits.shape == (1, 9, 4) and by_slot.shape == (9,) and loss.shape == () and number == 7
+    value = torch.nn.functional.cross_entropy(logits.view(-1, 4)[..., :-1], torch.zeros(9).long()) + 2 * loss**2 / 3
+    assert isinstance(value, MissingTensor) and f"{value:.3f}" == "nan"
 
 
 def test_only_a_lack_of_memory_is_taken_for_one():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.sequence_sums import num_sequences, sequence_numbers, sums_by_sequence
 from lengthwise.runtime.wrap.zero_collectives import SAID
 from tests.runtime.loop.runs import shard_of
@@ -35,11 +35,11 @@ def test_slots_are_numbered_by_sequence_and_padding_has_no_number():
 def test_values_with_or_without_a_row_are_summed_in_float32_or_more(shape):
     values = values_of(*shape)
     shard = shard_of(LENGTHS, ids=IDS)
-    torch.testing.assert_close(sums_by_sequence(shard, values, 1), expected(values))
-    torch.testing.assert_close(sums_by_sequence(shard, values[None], 1), expected(values))
-    assert sums_by_sequence(shard, values.bfloat16(), 1).dtype == torch.float32
+    torch.testing.assert_close(sums_by_sequence(shard, values), expected(values))
+    torch.testing.assert_close(sums_by_sequence(shard, values[None]), expected(values))
+    assert sums_by_sequence(shard, values.bfloat16()).dtype == torch.float32
     values[5:7] = float("nan")  # whatever a model makes of padding
-    torch.testing.assert_close(sums_by_sequence(shard, values, 1), expected(values))
+    torch.testing.assert_close(sums_by_sequence(shard, values), expected(values))
     assert [forward.ended for forward in shard.passes] == [0] * 4 == [shard.num_exchanges] * 4, "one rank sends nothing"
 
 
@@ -55,7 +55,7 @@ def test_values_with_or_without_a_row_are_summed_in_float32_or_more(shape):
 )
 def test_what_is_no_value_for_each_slot_is_refused(values, said):
     with pytest.raises(InputError, match=said):
-        sums_by_sequence(shard_of(LENGTHS, ids=IDS), values, 1)
+        sums_by_sequence(shard_of(LENGTHS, ids=IDS), values)
 
 
 def test_ranks_that_share_a_micro_batch_have_equal_sums_and_gradients_count_for_each_of_them(ranks):
@@ -78,7 +78,7 @@ def shard_here(**options):
 def _summed(values, weights):
     shard = shard_here()
     own = values[shard.places].requires_grad_()
-    sums = sums_by_sequence(shard, own, 1)
+    sums = sums_by_sequence(shard, own)
     (sums * weights).sum().backward()
     return sums.detach(), own.grad, shard.places, len(shard.passes)
 
@@ -94,14 +94,14 @@ def _refused():
     shard, refusals = shard_here(), []
     num_slots, rank = shard.num_slots, shard.group.rank
     most = torch.ones(num_slots, *[1] * (SAID - 3))
-    assert sums_by_sequence(shard, most, 1).shape == (3, *[1] * (SAID - 3))
+    assert sums_by_sequence(shard, most).shape == (3, *[1] * (SAID - 3))
     for values in (
         torch.ones(num_slots, 2 + rank),
         torch.ones(num_slots, dtype=(torch.float64, torch.complex64)[rank]),
         most[..., None],
     ):
         with pytest.raises(InputError) as refused:
-            sums_by_sequence(shard, values, 1)
+            sums_by_sequence(shard, values)
         refusals.append(str(refused.value))
     return refusals
 
@@ -115,7 +115,7 @@ def test_a_rank_without_memory_leaves_the_others_with_their_own_sums(ranks):
 def _without():
     shard = shard_here()
     values = torch.ones(shard.num_slots) if shard.group.rank == 0 else MissingTensor()
-    sums = sums_by_sequence(shard, values, 1)
+    sums = sums_by_sequence(shard, values)
     if shard.group.rank == 0:
         own = np.bincount(sequence_numbers(shard)[shard.places] + 1, minlength=4)[1:]
         assert sums.tolist() == own.tolist()

@@ -35,7 +35,7 @@ from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.zero_collectives import finish_forwards
 
 

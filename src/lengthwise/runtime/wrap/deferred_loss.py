@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta"}
 """Attributes that are known of a tensor that is not computed."""
@@ -49,8 +49,6 @@ class DeferredLoss(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs))
-        if args and isinstance(args[0], MissingTensor):
-            return getattr(args[0], name)(*args[1:], **kwargs) if hasattr(type(args[0]), name) else args[0]
         return func(*args, **kwargs)
 
     @classmethod

@@ -45,8 +45,14 @@ class LayerWatch:
 class HookedLayers:
     """Replaces the forwards of a model's layers, until :meth:`release`."""
 
-    def __init__(self, layers: Layers, *, context: Callable[[], Any] | None = None) -> None:
-        """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them."""
+    def __init__(
+        self, layers: Layers, *, context: Callable[[], Any] | None = None, is_plain: Callable[[], bool] | None = None
+    ) -> None:
+        """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them.
+
+        ``is_plain``: whether the model computes as before it was prepared; None: it never does.
+        """
+        self._is_plain = is_plain or (lambda: False)
         self.intercept: InterceptCalls | None = None
         """The function mode that is active while the model's forward runs."""
         self.mode: AbstractContextManager[Any] | None = None
@@ -108,7 +114,7 @@ class HookedLayers:
         if self._is_halted:
             raise LayerReachedError
         number = next((number for number in numbers if number >= self.position), numbers[0])
-        if not shards.is_active():
+        if self._is_plain() or not shards.is_active():
             return self._stock(number, args, kwargs)
         shard = shards.current()
         if self.computed is not None and number not in self.computed:

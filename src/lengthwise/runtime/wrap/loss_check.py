@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 MeanOver = Literal["targets", "tokens", "units", "step"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

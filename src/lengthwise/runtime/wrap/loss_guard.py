@@ -10,7 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 
 class HasStep(Protocol):

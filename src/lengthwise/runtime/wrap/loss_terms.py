@@ -11,7 +11,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 Over = Literal["targets", "tokens", "sequences", "units"]
 

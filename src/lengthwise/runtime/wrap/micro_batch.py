@@ -264,7 +264,7 @@ class MicroBatch:
         Raises:
             InputError: there is not one value for each slot, or ranks that share the micro-batch have other shapes.
         """
-        return sums_by_sequence(self.shard, values, self._num_members or 0)
+        return sums_by_sequence(self.shard, values)
 
     @cached_property
     def units(self) -> Tensor:

@@ -1,98 +1,80 @@
-"""OOM recovery: placeholders for tensors that a forward could not compute for lack of memory.
+"""What a forward returns that was not computed, for lack of memory or as a later stage of the pipeline computes it.
 
-The rank sends zeros for its remaining collectives (:mod:`~lengthwise.runtime.wrap.zero_collectives`), all ranks leave
-the step together at its update, and its batch is planned again. What the model's forward would have returned is a
-:class:`MissingTensor`, with which a user's loop goes on unharmed.
+Without memory, the rank sends zeros for its remaining collectives (:mod:`~lengthwise.runtime.wrap.zero_collectives`),
+all ranks leave the step together at its update, and its batch is planned again. What the model's forward would have
+returned is made of :class:`~lengthwise.runtime.wrap.missing_tensor.MissingTensor`.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import LengthwiseError
-
-
-class MissingTensor:
-    """A placeholder for a tensor that was not computed; every operation on it returns another placeholder."""
-
-    def __init__(self, parts: int = 0) -> None:
-        """``parts``: what it is unpacked into, such as the members of a unit; 0: that is not known."""
-        self.parts = parts
-
-    def __iter__(self) -> "Iterator[MissingTensor]":
-        if not self.parts:
-            raise TypeError("what was not computed for lack of memory cannot be unpacked; use its elements by number")
-        return iter([self] * self.parts)
-
-    def __getattr__(self, name: str) -> "MissingTensor":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> "MissingTensor":
-        """Return a placeholder for the result of a tensor's method."""
-        return self
-
-    def __getitem__(self, index: Any) -> "MissingTensor":
-        return self
-
-    def __float__(self) -> float:
-        return float("nan")
-
-    def __format__(self, spec: str) -> str:
-        return format(float("nan"), spec)
-
-    def __repr__(self) -> str:
-        return "not computed for lack of memory"
-
-    def split(self, sizes: Any, dim: int = 0) -> "MissingTensor | list[MissingTensor]":
-        """Return a placeholder for each part that sizes are given of."""
-        return [self] * len(sizes) if isinstance(sizes, list | tuple) else self
-
-    def item(self) -> float:
-        """Return NaN in place of the number."""
-        return float("nan")
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Return a placeholder for the result of any torch function."""
-        missing = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return max(missing, key=lambda tensor: tensor.parts)
-
-
-def _arithmetic(self: MissingTensor, *others: Any) -> MissingTensor:
-    return self
-
-
-for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod"):
-    setattr(MissingTensor, f"__{_name}__", _arithmetic)
-    setattr(MissingTensor, f"__r{_name}__", _arithmetic)
-for _name in ("neg", "pos", "abs"):
-    setattr(MissingTensor, f"__{_name}__", _arithmetic)
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 
 class OutputStructure:
-    """The tree structure of a forward's output, as it was first seen."""
+    """What a forward returns: a tree of tensors, some of whose axes are over the slots of a rank."""
 
     def __init__(self) -> None:
         self._form: pytree.TreeSpec | None = None
+        self._leaves: list[Any] = []
+        self._num_slots = 0
 
-    def note(self, output: Any) -> None:
-        """Store the structure of a forward's output."""
+    def note(self, output: Any, num_slots: int) -> None:
+        """Store the structure of a forward's output of ``num_slots`` slots.
+
+        Axes as long as that are over slots, unless they have the same length in an output of other slots.
+        """
         if self._form is None:
-            self._form = pytree.tree_flatten(output)[1]
+            leaves, self._form = pytree.tree_flatten(output)
+            self._num_slots = num_slots
+            self._leaves = [_axes_of(leaf, num_slots) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        elif num_slots != self._num_slots:
+            leaves, form = pytree.tree_flatten(output)
+            if form == self._form:
+                self._leaves = [_fewer_slots(known, leaf, num_slots) for known, leaf in zip(self._leaves, leaves)]
 
-    def not_computed(self) -> Any:
-        """Build an output of the stored structure, of placeholders.
+    def not_computed(self, num_slots: int, device: torch.device) -> Any:
+        """Build an output of the stored structure, of placeholders for ``num_slots`` slots.
 
         Raises:
             LengthwiseError: no forward was seen yet.
         """
         if self._form is None:
             raise LengthwiseError("the very first forward ran out of memory; lower max_length or use more devices")
-        return pytree.tree_unflatten([MissingTensor()] * self._form.num_leaves, self._form)
+        leaves = [
+            leaf.placeholder(num_slots, device) if isinstance(leaf, _Axes) else leaf for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(leaves, self._form)
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The shape of a tensor, None for axes over slots."""
+
+    lengths: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def placeholder(self, num_slots: int, device: torch.device) -> MissingTensor:
+        shape = [num_slots if length is None else length for length in self.lengths]
+        return MissingTensor(*shape, dtype=self.dtype, device=device)
+
+
+def _axes_of(tensor: Tensor, num_slots: int) -> _Axes:
+    return _Axes(tuple(None if length == num_slots else length for length in tensor.shape), tensor.dtype)
+
+
+def _fewer_slots(known: Any, leaf: Any, num_slots: int) -> Any:
+    """What is known of a tensor, without axes over slots that have another length for ``num_slots``."""
+    if not isinstance(known, _Axes) or not isinstance(leaf, Tensor) or leaf.dim() != len(known.lengths):
+        return known
+    pairs = zip(known.lengths, leaf.shape)
+    lengths = tuple(None if length is None and now == num_slots else length or now for length, now in pairs)
+    return _Axes(lengths, known.dtype)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -19,25 +19,25 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript, Summed
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, sum_exchanges
 
 _ENDED, _LEFT = 2, 3
 """What ranks say in place of 1: that they sum no more values, and that they were left by an error."""
 
 
-def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tensor:
+def sums_by_sequence(shard: PackShard, values: Tensor) -> Tensor:
     """Sum ``values`` [t, ...] or [1, t, ...] over each sequence: ``[s, ...]``, equal on every rank of the group.
 
-    Two exchanges: of shapes, and of the sums. Without values, for lack of memory, what is returned stands for the sums
-    of ``num_members`` sequences a unit; 0: units have different numbers of them.
+    Two exchanges: of shapes, and of the sums. Without values, for lack of memory or on an earlier stage, what is
+    returned stands for the sums.
 
     Raises:
         InputError: there is not one value for each slot of this rank, or other ranks have values of another shape.
     """
     if isinstance(values, MissingTensor):
         finish_forward(shard, _begin(shard))
-        return cast(Tensor, MissingTensor(parts=num_members))
+        return _missing_sums(shard, values)
     by_slot = _by_slot(values, shard.num_slots)
     forward, dtype = _begin(shard), torch.promote_types(by_slot.dtype, torch.float32)
     numbers = torch.from_numpy(sequence_numbers(shard)[shard.places]).to(by_slot.device)
@@ -51,6 +51,17 @@ def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tens
         forward.script = ExchangeScript(calls={0: Summed()})
     forward.ended = shard.num_exchanges
     return sums if shard.tree is None else _along_paths(sums, shard.tree)
+
+
+def _missing_sums(shard: PackShard, values: MissingTensor) -> MissingTensor:
+    """What stands for the sums of such values."""
+    count = num_sequences(shard) if shard.tree is None else len(shard.tree.leaves)
+    try:
+        further = _by_slot(values, shard.num_slots).shape[1:]
+    except InputError:  # the rank that has values says so, if theirs are no better
+        further = torch.Size(())
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return MissingTensor(count, *further, dtype=dtype, device=values.device)
 
 
 def _along_paths(sums: Tensor, tree: PrefixTree) -> Tensor:

@@ -29,7 +29,8 @@ from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.loss_guard import guard_losses
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
+from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
 from lengthwise.runtime.wrap.position_masks import check_hides_nothing
@@ -105,7 +106,7 @@ class WrappedModel:
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
-        self.layers = HookedLayers(self.structure.layers, context=context)
+        self.layers = HookedLayers(self.structure.layers, context=context, is_plain=lambda: self._plain > 0)
         self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
@@ -161,11 +162,9 @@ class WrappedModel:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        for patched in (self._rotary, self._head, self.tiles, self.compiled, self._dense):
+        for patched in (self._rotary, self._head, self.tiles, self.compiled, self._dense, *self._switches):
             if patched is not None:
                 patched.release()
-        for switch in self._switches:
-            switch.release()
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
@@ -321,7 +320,7 @@ class WrappedModel:
         parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
         loss = getattr(output, "loss", None)
         if any(isinstance(part, MissingTensor) for part in (loss, *parts)):
-            return cast(Tensor, MissingTensor())  # stands for one; Step.backward does not look at it
+            return MissingTensor()  # stands for one; Step.backward does not look at it
         scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
         if isinstance(loss, Tensor):
             return loss
@@ -357,7 +356,7 @@ class WrappedModel:
             output = None if shard.has_failed else self._compute(shard, args, kwargs)
         except StageEndError:
             forward.ended = shard.num_exchanges
-            return self._outputs.not_computed()
+            return self._outputs.not_computed(shard.num_slots, shard.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -366,9 +365,9 @@ class WrappedModel:
             if self.layers.gather is not None:
                 self.layers.gather.abandon_round()
             finish_forward(shard, forward)
-            return self._outputs.not_computed()
+            return self._outputs.not_computed(shard.num_slots, shard.device)
         forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)
-        self._outputs.note(output)
+        self._outputs.note(output, shard.num_slots)
         guard_losses(output, shard, self, is_gathered=self.layers.gather is not None)
         if not self._is_frozen:
             loss = None if self.has_own_loss else self._loss_in(output)
