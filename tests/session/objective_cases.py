@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.runtime.loop.coupled_values import Coupling
+from tests.plan.costs import StagesFitMore
 from tests.runtime.loop.runs import plan_of
 from tests.runtime.loop.test_random_plans import random_groups
 from tests.session import models
@@ -379,6 +380,23 @@ def planned_step(run, objective, items, plan_seed, most_stages=1):
             step.backward(made[0], mean_over=made[1])
     result = step.update()
     return result, seen[0], {pipeline.scheme.degree for pipeline in step.plan.pipelines if pipeline.micro_batches}
+
+
+def planned_in_stages(name, seed, gradients):
+    """Loss, error of the gradient and stages of a step of items of which a device holds none, without sharing."""
+    objective, cost = OBJECTIVES[name], StagesFitMore(capacity=30, loss=0.4, c_s=0.05)
+    options = {"cost": cost, "memory_gib": 30, "max_degree": 1, "recompute": "none", "policy": "static", "check": True}
+    run, pushed = learning_run(objective.batch, **options), []
+    run.on_finish, run.lr = lambda step: pushed.append(run.state.pushed.clone()), lambda step: 0.0
+    step = run.step(objective.batch(seed)[run.world.rank :: run.world.size])
+    for micro_batch in step:
+        loss, mean_over = objective.of_micro_batch(run, step, micro_batch, objective.variant)
+        step.backward(loss, mean_over=mean_over)
+    result = step.update()
+    error = float((pushed[0] - own_share(run, gradients)).abs().max())
+    stages = {pipeline.scheme.num_stages for pipeline in step.plan.pipelines if pipeline.micro_batches}
+    run.close()
+    return result.loss, error, stages
 
 
 def own_share(run, gradients):

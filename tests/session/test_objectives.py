@@ -7,6 +7,7 @@ from tests.session.objective_cases import (
     OBJECTIVES,
     gradient_errors,
     pairs,
+    planned_in_stages,
     refused,
     sequence,
     singles,
@@ -55,10 +56,12 @@ def test_objectives_are_exact_where_weights_are_gathered_by_layer(ranks, num_ran
     assert_random_plans_are_exact(ranks(num_ranks), names, range(8), weights="by-layer")
 
 
+IN_STAGES = [name for name, objective in OBJECTIVES.items() if name != "all of a teacher" and not objective.coupled]
+
+
 @pytest.mark.deep
-def test_losses_of_tokens_are_exact_in_stages(ranks):
-    names = ["ppo", "top of a teacher", "grpo by tokens", "grpo by constant"]
-    assert_random_plans_are_exact(ranks(3), names, range(20), most_stages=3)
+def test_objectives_of_tokens_sequences_and_units_are_exact_in_stages(ranks):
+    assert_random_plans_are_exact(ranks(3), IN_STAGES, range(20), most_stages=3)
 
 
 GOOD = singles(1)[0]
@@ -113,3 +116,10 @@ def test_a_loop_that_goes_wrong_on_one_rank_is_told_to_every_rank_and_the_step_c
         for trouble, said, _ in told:
             assert len(said) == 1, (trouble, rank, said)
             assert rank or SAID_FIRST[trouble] in said[0], (trouble, said)
+
+
+def test_pairs_that_only_stages_hold_are_planned_in_stages_and_learn_what_a_plain_loop_learns(ranks):
+    loss, gradients = step_alone("reward", 1)
+    for found_loss, error, stages in ranks(2).run(planned_in_stages, "reward", 1, gradients):
+        assert found_loss == pytest.approx(loss, abs=EXACT) and error <= EXACT
+        assert stages == {2}

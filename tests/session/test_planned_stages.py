@@ -1,6 +1,7 @@
 """Pipelines that the planner of a prepared model chose train what one device trains."""
 
 import logging
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import cluster_preset
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.comm.group import Group
@@ -317,6 +318,42 @@ def test_a_model_that_cannot_be_cut_is_planned_in_one_stage_and_the_first_rank_s
     (first, said), (second, silent) = ranks(2).run(train_uncut, kind)
     assert first == second == {1} and not silent
     assert [reason in words for words in said] == ([True] if reason else [])
+
+
+def refused_in_one_stage(options):
+    """What ``prepare`` says where only stages would hold the corpus."""
+    as_started_by_torchrun()
+    with in_double(), pytest.raises(InfeasibleError) as error:
+        lw.prepare(models.gpt(), models.rows(), **STAGED | options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"check": False}, r"stages were not compared with the whole model \(check=False\)"),
+        ({"frozen": [models.gpt(1)]}, "frozen models compute beside it"),
+    ],
+)
+def test_an_error_that_nothing_fits_says_why_there_are_no_stages(ranks, options, reason):
+    for message in ranks(2).run(refused_in_one_stage, options):
+        assert re.search(rf"needs .*Plans have one pipeline stage alone: {reason}\.$", message)
+
+
+def frozen_where_only_stages_fit():
+    """Stages before a frozen model came, and what is said when it has come."""
+    as_started_by_torchrun()
+    with in_double():
+        run = lw.prepare(models.gpt(), models.rows(), **STAGED)
+        stages = stages_in(run.planner(next(run.stream)))
+        with pytest.raises(InfeasibleError, match=r"one pipeline stage alone: frozen models compute beside it\.$"):
+            run.frozen(models.gpt(1))
+        run.close()
+    return stages
+
+
+def test_a_frozen_model_that_comes_late_is_planned_for_under_costs_that_nothing_corrects(ranks):
+    assert ranks(2).run(frozen_where_only_stages_fit) == [{2}, {2}]
 
 
 def train_out_of_memory(place):

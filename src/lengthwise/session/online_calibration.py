@@ -9,21 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.step import Step
 from lengthwise.session.calibration import measure_again
+from lengthwise.session.run_planner import RunPlanner
 
 _log = logging.getLogger("lengthwise")
 
@@ -49,7 +47,7 @@ class _StagedTotal:
     """On this rank's stage; 0 if it has none, NaN where it did not compute all of them."""
 
 
-class OnlineCalibration:
+class OnlineCalibration(RunPlanner):
     """The planner of a run that watches its steps, and plans with other costs when they have changed."""
 
     def __init__(
@@ -61,8 +59,7 @@ class OnlineCalibration:
         measure_again: Callable[[Any, int], SeparableCost] | None = None,
     ) -> None:
         """``plan_with``: the planner under a cost model; ``measure_again``: the base with a degree measured anew."""
-        self._world, self.cost = world, CorrectedCost(cost)
-        self._plan_with, self._measure_again = plan_with, measure_again
+        self._world, self.cost, self._measure_again = world, CorrectedCost(cost), measure_again
         self._predicted_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
         self._peaks: dict[int, float] = {}
@@ -70,25 +67,7 @@ class OnlineCalibration:
         self._num_steps = 0
         self.events: list[dict[str, Any]] = []
         """What was changed, when and why."""
-        self.planner = plan_with(self.cost)
-
-    @property
-    def problem(self) -> PlanningProblem:
-        """The planning problem under the costs as they are known now."""
-        return self.planner.problem
-
-    @property
-    def lr_scaling(self) -> LrScaling | None:
-        """How the learning-rate of a step follows its batch."""
-        return self.planner.lr_scaling
-
-    def __call__(self, batch: GlobalBatch) -> StepPlan:
-        """The plan of a batch under the costs as they are known now."""
-        return self.planner(batch)
-
-    def replan(self) -> None:
-        """Make the planner again under the same costs, as when the model cannot be cut into stages any more."""
-        self._change(self.cost)
+        super().__init__(self.cost, plan_with)
 
     def on_finish(self, step: Step) -> None:
         """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""
@@ -211,7 +190,7 @@ class OnlineCalibration:
 
     def _change(self, cost: CorrectedCost) -> None:
         self.cost = cost
-        self.planner = self._plan_with(cost)
+        self.plan_under(cost)
 
     def _note(self, step: int, words: str, *, warn: bool) -> None:
         self.events.append({"step": step, "event": words})
@@ -219,12 +198,10 @@ class OnlineCalibration:
             _log.log(logging.WARNING if warn else logging.INFO, "step %d: %s", step, words)
 
 
-def calibrated(
-    prepared: PreparedModel, cost: CostModel, plan_with: Callable[[CostModel], Planner]
-) -> Planner | OnlineCalibration:
+def calibrated(prepared: PreparedModel, cost: CostModel, plan_with: Callable[[CostModel], Planner]) -> RunPlanner:
     """The planner under ``cost``, which follows what steps take if it is one that can."""
     if not isinstance(cost, SeparableCost):
-        return plan_with(cost)
+        return RunPlanner(cost, plan_with)
     is_whole = isinstance(cost, DualLayerCost) and cost.gather is None
     again = partial(measure_again, prepared) if is_whole else None
     return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)

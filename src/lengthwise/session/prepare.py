@@ -59,8 +59,9 @@ from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.prepare_planning import ForwardPlanner, form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
+from lengthwise.session.run_planner import RunPlanner
 from lengthwise.session.sequence_units import units_named
-from lengthwise.session.stage_limit import head_layers, most_stages
+from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
 from lengthwise.session.zero_bubble_costs import with_split_backwards
@@ -335,7 +336,7 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
 
 def _planner(
     prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
-) -> tuple[Planner | OnlineCalibration, ForwardPlanner, KeepLayers | None]:
+) -> tuple[RunPlanner, ForwardPlanner, KeepLayers | None]:
     """Find out what things cost; return the planners of steps and of forwards alone, and which layers stay whole."""
     cluster, longest = _cluster(options, prepared.world), sequences.computed_lengths.max_length
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
@@ -358,15 +359,14 @@ def _planner(
     def plan_as_cut(options: PrepareOptions, cost: CostModel) -> Planner:
         keeps_attention = prepared.wrapped_model.layers.may_keep_attention
         stages = 1 if prepared.stage_problem else max_stages
-        return plan_with(options, cost, max_stages=stages, keeps_attention=keeps_attention)
+        with telling_why_one_stage(prepared):
+            return plan_with(options, cost, max_stages=stages, keeps_attention=keeps_attention)
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
     unused = dict.fromkeys(("recompute", "lr_scaling", "shard_gradients", "zero_bubble"), "none")
     forwards = options.model_copy(update=unused)
-    plan_forwards = ForwardPlanner(
-        partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
-    )
+    plan_forwards = ForwardPlanner(partial(plan_as_cut, forwards), lambda: planner.planner)
     return planner, plan_forwards, keep_layers
 
 

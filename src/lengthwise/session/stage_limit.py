@@ -1,10 +1,12 @@
 """How many pipeline stages the plans of a prepared model may have."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import InfeasibleError, LengthwiseError
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.stage_check import check_stages
@@ -19,12 +21,13 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
     this. None: as many as the cluster has room for.
     """
     num_layers, asked = prepared.wrapped_model.structure.num_layers, options.max_stages
-    if asked == 1 or (asked is None and not options.check) or prepared.world.size == 1 or num_layers == 1:
+    if asked == 1 or prepared.world.size == 1 or num_layers == 1:
         return 1
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
         "frozen models compute beside it": bool(options.frozen),
-        "its loss is of several sequences": prepared.collator.units is not None or options.coupled_loss is not None,
+        "coupled_loss= couples its micro-batches": options.coupled_loss is not None,
+        "stages were not compared with the whole model (check=False)": asked is None and not options.check,
     }
     problem = next((problem for problem, applies in problems.items() if applies), "")
     if not problem:
@@ -33,10 +36,27 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
             prepared.is_cuttable = True
         except LengthwiseError as error:
             problem = str(error).partition("; plan with")[0]
+    prepared.one_stage_because = problem
     if problem and prepared.world.is_first:
         level = logging.DEBUG if asked is None else logging.WARNING
         _log.log(level, "%s is computed in one pipeline stage: %s", type(prepared.model).__name__, problem)
     return 1 if problem else asked
+
+
+@contextmanager
+def telling_why_one_stage(prepared: PreparedModel) -> Iterator[None]:
+    """Within, an error that no scheme fits says why there are none of several stages, if that was looked at.
+
+    Raises:
+        InfeasibleError: what is raised within, with the reason.
+    """
+    try:
+        yield
+    except InfeasibleError as error:
+        reason = prepared.stage_problem or prepared.one_stage_because
+        if not reason or prepared.world.size == 1:
+            raise
+        raise error.with_message(f"{error.marked} Plans have one pipeline stage alone: {reason}.") from None
 
 
 def head_layers(cost: CostModel) -> float:

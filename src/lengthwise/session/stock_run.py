@@ -28,7 +28,8 @@ from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.planning import batch_stream, make_sampler, open_plans
 from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
-from lengthwise.session.stage_limit import head_layers, most_stages
+from lengthwise.session.run_planner import RunPlanner
+from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights, shared_gradients
 from lengthwise.session.zero_bubble_costs import with_split_backwards
@@ -107,7 +108,7 @@ class _Planning:
         """The planner of a corpus under costs as they were measured."""
         return self._planner(config, corpus, self._cost)
 
-    def calibrated(self) -> Planner | OnlineCalibration:
+    def calibrated(self) -> RunPlanner:
         """The planner of the run, whose costs follow what its steps take."""
         plan_with = partial(self._planner, self._inputs.config, self._inputs.corpus)
         return calibrated(self._prepared, self._cost, plan_with)
@@ -125,10 +126,11 @@ class _Planning:
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:
         structure, objective = self._prepared.wrapped_model.structure, self._prepared.wrapped_model.objective
         layers = StockLayers(num_layers=structure.num_layers, objective=objective, head_layers=head_layers(self._cost))
-        return stock_planner(
-            config, cost, layers, options=self._options, cluster=self._inputs.cluster, corpus=corpus,
-            max_stages=self._max_stages,
-        )  # fmt: skip
+        with telling_why_one_stage(self._prepared):
+            return stock_planner(
+                config, cost, layers, options=self._options, cluster=self._inputs.cluster, corpus=corpus,
+                max_stages=self._max_stages,
+            )  # fmt: skip
 
 
 def _read_more(model: nn.Module, corpus: Corpus, chosen: PrepareOptions) -> RunSequences:

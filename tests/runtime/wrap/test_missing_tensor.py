@@ -17,7 +17,7 @@ HEAD = torch.nn.Linear(VOCABULARY, 4, dtype=torch.float64)
 
 BODIES = {
     "shape": lambda x: x.view(x.size(0) * x.shape[1], x.shape[-1]),
-    "unpacked shape": lambda x: torch.ones(*[n for n in x.shape]),
+    "unpacked shape": lambda x: torch.ones(*list(x.shape)),
     "cross entropy": lambda x: F.cross_entropy(x[0], LABELS),
     "every token's": lambda x: F.cross_entropy(x[0], LABELS, reduction="none")[LABELS != -100],
     "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, LABELS.clamp(0)[None, :, None]).squeeze(-1),
@@ -61,11 +61,11 @@ def test_numbers_are_nan_and_zero_and_checks_of_a_loop_pass():
     x = MissingTensor(2, 3, dtype=torch.float64)
     loss = x.mean()
     assert math.isnan(loss.item()) and math.isnan(float(loss)) and math.isnan(round(loss, 3))
-    assert f"{loss:.3f}" == "%.3f" % loss == "nan" and "not computed on this rank" in repr(loss)
+    assert f"{loss:.3f}" == "%.3f" % loss == "nan" and "not computed on this rank" in repr(loss)  # noqa: UP031
     assert np.isnan(x.tolist()).all() and np.isnan(np.asarray(x)).all() and x.numpy().shape == (2, 3)
     assert int(x.argmax()) == 0 and [10, 20][x.argmax()] == 10
     assert not torch.isnan(loss) and not x.isinf().any() and torch.isfinite(x).all() and not (~x.isfinite()).any()
-    assert not loss > 1e4 and not loss != loss and (x > 0).sum().item() == 0  # noqa: PLR0124
+    assert not loss > 1e4 and not loss != loss and (x > 0).sum().item() == 0
     assert isinstance(loss, Tensor) and len(x) == 2 and x.dim() == 2 and max(loss, loss) is loss
 
 

@@ -55,6 +55,8 @@ class PreparedModel:
         self.frozen_models: list[WrappedModel] = []
         self.is_cuttable = False
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
+        self.one_stage_because = ""
+        """Why plans have one pipeline stage, where that was looked at and they may have no more."""
         self.can_recompute = True
         """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_meta"}
 """Attributes that are known of a tensor that is not computed."""

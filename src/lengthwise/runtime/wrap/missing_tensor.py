@@ -23,7 +23,9 @@ CONJUNCTIONS = frozenset({"logical_and", "bitwise_and", "__and__", "__rand__"})
 DISJUNCTIONS = frozenset({"logical_or", "bitwise_or", "__or__", "__ror__"})
 ANSWERED_FALSE = frozenset({"equal", "allclose", "is_nonzero"})
 MOVES = frozenset({"to", "cpu", "cuda"})
-UNMOVED = frozenset({"backward", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"})
+UNMOVED = frozenset(
+    {"backward", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
+)
 """Of autograd: they return the tensor as it is."""
 
 
@@ -44,7 +46,7 @@ class MissingTensor(Tensor):
 
     @classmethod
     def _of(cls, meta: Tensor, where: torch.device, truth: bool = False) -> Self:
-        missing = cast(Self, Tensor._make_subclass(cls, meta))  # type: ignore[attr-defined]
+        missing = Tensor._make_subclass(cls, meta)
         missing._where, missing._truth = where, truth
         return missing
 
@@ -90,7 +92,7 @@ class MissingTensor(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self._number, spec) if spec else str(self._number)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MissingTensor(not computed on this rank, size={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod

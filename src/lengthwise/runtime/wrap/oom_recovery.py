@@ -46,9 +46,7 @@ class OutputStructure:
         """
         if self._form is None:
             raise LengthwiseError("the very first forward ran out of memory; lower max_length or use more devices")
-        leaves = [
-            leaf.placeholder(num_slots, device) if isinstance(leaf, _Axes) else leaf for leaf in self._leaves
-        ]
+        leaves = [leaf.placeholder(num_slots, device) if isinstance(leaf, _Axes) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._form)
 
 

@@ -9,7 +9,7 @@ t slots of this rank, s sequences of the micro-batch, p ranks that share it.
 """
 
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
