@@ -39,6 +39,10 @@ def test_stages_hold_consecutive_layers():
     [
         ({"degree": 0}, "degree >= 1"),
         ({"stage_layers": (3, 0)}, "at least one layer"),
+        ({"stage_layers": [2, 1]}, r"stage_layers of a scheme is a tuple, not \[2, 1\]"),
+        ({"stage_layers": (1.5, 1.5)}, "whole numbers of layers, not 1.5"),
+        ({"degree": 2.0}, "degree of a scheme is a whole number, not 2.0"),
+        ({"zero_bubble": "all"}, "zero_bubble of a scheme is a bool, not 'all'"),
         ({"stage_layers": (2, 2)}, "4 layers, but there are 3 methods"),
         ({"methods": (Method.ULYSSES,) * 3}, "needs whole weights"),
         ({"methods": (Method.DENSE,) * 3}, "degree must be 1"),

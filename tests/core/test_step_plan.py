@@ -131,6 +131,13 @@ def test_padding_counts_against_computed_tokens():
     assert example().padding_fraction == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan")])
+@pytest.mark.parametrize("name", ["time_s", "comm_s", "weights_s"])
+def test_a_micro_batch_takes_seconds(name, seconds):
+    with pytest.raises(InputError, match=f"{name} of a planned micro-batch is {seconds}; seconds are at least 0"):
+        PlannedMicroBatch(**{"pack": Pack(ids=(0,), lengths=(4,)), "time_s": 1, "peak_bytes": 8, name: seconds})
+
+
 def test_a_plan_of_numpys_numbers_has_the_digest_of_its_file():
     plan = replace(example(), time_s=np.float64(0.2), update_s=np.float64(0.1))
     assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

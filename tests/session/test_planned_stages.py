@@ -295,6 +295,8 @@ def train_uncut(kind):
         options["weights"] = "by-layer"
     if kind == "frozen":
         options["frozen"] = [models.gpt(1)]
+    if kind == "split":
+        options |= {"max_stages": 1, "zero_bubble": "all"}
     run = lw.prepare(model, models.rows(), **options)
     if kind == "frozen later":
         assert max(stages_in(run.planner(next(run.stream)))) == 2
@@ -312,6 +314,7 @@ def train_uncut(kind):
         ("skipping by layer", "learns something else in stages"),
         ("frozen", "frozen models compute beside it"),
         ("frozen later", ""),
+        ("split", "so zero_bubble='all' splits no backward: max_stages=1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_planned_in_one_stage_and_the_first_rank_says_why(ranks, kind, reason):

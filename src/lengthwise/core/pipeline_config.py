@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.scheme_types import check_types
 
 
 class Method(StrEnum):
@@ -143,6 +144,7 @@ class PipelineConfig:
         return hash((self.degree, self.stage_layers, self.methods[0], self.recompute, self.offload, self.tile_tokens))
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not any(self.offload):
             object.__setattr__(self, "offload", ())  # one spelling of none
         object.__setattr__(self, "keep_attention", self.keep_attention and any(self.recompute))

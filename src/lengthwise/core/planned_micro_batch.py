@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.token_placement import Placement
 
@@ -48,3 +49,8 @@ class PlannedMicroBatch:
     """What the pack's tokens are cut into, in order; empty: they are computed all at once."""
     placement: Placement = ()
     """Which ranks of a stage hold which tokens of each sequence; empty: all share every sequence in equal parts."""
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("time_s", self.time_s), ("comm_s", self.comm_s), ("weights_s", self.weights_s)):
+            if not seconds >= 0:
+                raise InputError(f"{name} of a planned micro-batch is {seconds}; seconds are at least 0")

@@ -21,26 +21,35 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
     this. None: as many as the cluster has room for.
     """
     num_layers, asked = prepared.wrapped_model.structure.num_layers, options.max_stages
-    if asked == 1 or prepared.world.size == 1 or num_layers == 1:
-        return 1
+    trivial = {
+        "max_stages=1": asked == 1,
+        "there is one rank": prepared.world.size == 1,
+        "it has one layer": num_layers == 1,
+    }
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
         "frozen models compute beside it": bool(options.frozen),
         "coupled_loss= couples its micro-batches": options.coupled_loss is not None,
         "stages were not compared with the whole model (check=False)": asked is None and not options.check,
     }
-    problem = next((problem for problem, applies in problems.items() if applies), "")
+    problem = _first_of(trivial) or _first_of(problems)
     if not problem:
         try:
             check_stages(prepared, (1,) * num_layers)
             prepared.is_cuttable = True
         except LengthwiseError as error:
             problem = str(error).partition("; plan with")[0]
-    prepared.one_stage_because = problem
+    prepared.one_stage_because = "" if any(trivial.values()) else problem
     if problem and prepared.world.is_first:
-        level = logging.DEBUG if asked is None else logging.WARNING
-        _log.log(level, "%s is computed in one pipeline stage: %s", type(prepared.model).__name__, problem)
+        is_asked = options.zero_bubble == "all" or (asked is not None and not any(trivial.values()))
+        unsplit = ", so zero_bubble='all' splits no backward" if options.zero_bubble == "all" else ""
+        name, level = type(prepared.model).__name__, logging.WARNING if is_asked else logging.DEBUG
+        _log.log(level, "%s is computed in one pipeline stage%s: %s", name, unsplit, problem)
     return 1 if problem else asked
+
+
+def _first_of(applies: dict[str, bool]) -> str:
+    return next((words for words, is_so in applies.items() if is_so), "")
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_numbers_are_nan_and_zero_and_checks_of_a_loop_pass():
     assert np.isnan(x.tolist()).all() and np.isnan(np.asarray(x)).all() and x.numpy().shape == (2, 3)
     assert int(x.argmax()) == 0 and [10, 20][x.argmax()] == 10
     assert not torch.isnan(loss) and not x.isinf().any() and torch.isfinite(x).all() and not (~x.isfinite()).any()
-    assert not loss > 1e4 and not loss != loss and (x > 0).sum().item() == 0
+    assert not loss > 1e4 and not (loss != loss).any() and (x > 0).sum().item() == 0
     assert isinstance(loss, Tensor) and len(x) == 2 and x.dim() == 2 and max(loss, loss) is loss
 
 

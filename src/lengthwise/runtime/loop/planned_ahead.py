@@ -11,7 +11,7 @@ from typing import Any
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cut_plan import CutPlan, TreeOf
-from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.runtime.loop.brought_items import BroughtBatch
 
 _NO_PLAN: tuple[object, Future[CutPlan] | None] = (None, None)
@@ -121,5 +121,11 @@ def _failing(error: Exception) -> Iterator[Any]:
 
 
 def present_planner(planner: Any) -> Any:
-    """The planner under costs as they are known now, of one that follows what steps take."""
+    """The planner under costs as they are known now, of one that follows what steps take.
+
+    Raises:
+        InputError: it cannot be called.
+    """
+    if not callable(planner):
+        raise InputError(f"run.planner is {planner!r}; a planner is called with a batch and returns its StepPlan")
     return getattr(planner, "planner", planner)

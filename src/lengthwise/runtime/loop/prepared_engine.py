@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import Setting
+from lengthwise.core.errors import Setting, as_key, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.forward_only import forwards
@@ -41,6 +41,7 @@ class PreparedEngine:
     def read_ahead(self, plan: StepPlan, peek: PeekPlan | None) -> None:
         """Do nothing: sequences are read when they are computed."""
 
+    @errors_spelt(as_key)  # and not as prepare's users do
     def compute_step(self, plan: StepPlan, clock: StepClock, *, lr: float) -> StepResult | None:
         """Compute a step and update the weights at ``lr`` times the plan's factor; None: it did not fit, plan it again.
 
@@ -60,6 +61,7 @@ class PreparedEngine:
         return result
 
     @torch.no_grad()
+    @errors_spelt(as_key)
     def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
         """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.
 

@@ -11,7 +11,7 @@ from torch import nn
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.cut_plan import CutPlan, PlanWithCuts, TreeOf
-from lengthwise.core.errors import CheckError, InfeasibleError, errors_spelt
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
@@ -244,6 +244,8 @@ class Run(WatchedModel):
             planner = present_planner(self.planner)
             plan_units = partial(self._plan_units, planner)
             cut = self._ahead.plan_of_taken(planner) or pending.plan(plan_units, self._corpus_collator)
+        if not isinstance(cut.plan, StepPlan):
+            raise InputError(f"run.planner returned {cut.plan!r} for step {self.next_step}; it returns a StepPlan")
         cut.plan.check_covers(cut.batch)
         sync_step(cut.plan, clock, self.parameters.problem())
         self.collator = pending.collator(cut, self._items, self._corpus_collator)

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
@@ -159,10 +160,8 @@ class WrappedModel:
 
     def release(self) -> None:
         """Restore the model's own forward, layers and attention."""
-        if self._prepared is not None:
-            self._prepared.release()
-        self.layers.release()
-        for patched in (self._rotary, self._head, self.tiles, self.compiled, self._dense, *self._switches):
+        patches = (self._rotary, self._head, self.tiles, self.compiled, self._dense, *self._switches)
+        for patched in (self._prepared, self.layers, *patches):
             if patched is not None:
                 patched.release()
 
@@ -326,6 +325,7 @@ class WrappedModel:
             return loss
         return scalars[0] if len(scalars) == 1 else None
 
+    @errors_spelt(as_option)
     def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         if self._plain:
             if self.layers.gather is not None:
