@@ -18,6 +18,9 @@ class Peers:
     def say_failed(self, reason):
         self.said.append(reason)
 
+    def wait_until_heard(self):
+        self.said.append("waits")
+
 
 @pytest.fixture
 def peers(monkeypatch):
@@ -37,7 +40,7 @@ def test_a_program_that_ends_by_an_error_tells_it_and_shows_it_as_before(peers, 
     sys.excepthook(ValueError, error, None)
     farewell.say()
     expected = "its program ended at step 7, forward 1 by ValueError: my own mistake"
-    assert peers.said == [expected, expected] and shown == [error]
+    assert peers.said == [expected, "waits", expected] and shown == [error]
 
 
 def test_a_program_that_ends_without_one_tells_that(peers):

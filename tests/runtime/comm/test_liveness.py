@@ -1,6 +1,11 @@
 """A collective that fails says which ranks did not come, and what they do instead."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -147,3 +152,63 @@ def test_ranks_on_other_devices_or_versions_are_refused_before_they_connect(key,
     come(store, {1: started(**{key: value}), 2: started()})
     with pytest.raises(InputError, match=rf"{key} is .* on ranks 0 and 2, .* on rank 1"):
         rendezvous(store, started(), rank=0, size=3, timeout_s=5)
+
+
+def test_a_rank_that_keeps_the_store_waits_until_all_others_have_heard_why_it_ends(monkeypatch):
+    monkeypatch.setattr(liveness, "LINGER_S", 30.0)
+    store = dist.HashStore()
+    keeper, asking, failing = (
+        Liveness(store, rank=rank, size=3, timeout_s=5.0, keeps_store=rank == 0) for rank in range(3)
+    )
+    keeper.say_failed("its disk is full")
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(keeper.wait_until_heard)
+        assert str(asking.explain("all-gather", CLOSED)) == "rank 0 failed: its disk is full"
+        failing.say_failed("mine too")
+        assert waits.result(timeout=20) is None
+    for one in (keeper, asking, failing):
+        one.close()
+
+
+def test_no_other_rank_waits_to_be_heard_nor_for_ranks_that_are_gone(monkeypatch):
+    monkeypatch.setattr(liveness, "LINGER_S", 0.2)
+    store = dist.HashStore()
+    keeper, other = (Liveness(store, rank=rank, size=2, timeout_s=5.0, keeps_store=rank == 0) for rank in range(2))
+    other.wait_until_heard()
+    keeper.wait_until_heard()
+    for one in (keeper, other):
+        one.close()
+
+
+PROGRAM = """
+import torch
+from lengthwise.runtime.comm.farewell import FAREWELL
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import start_world
+
+world = start_world("cpu")
+FAREWELL.begin()
+if world.is_first:
+    raise ValueError("my own mistake")
+gather_rows(torch.zeros(1))
+"""
+
+
+@pytest.mark.deep
+def test_ranks_without_torchrun_hear_why_the_first_one_ended(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    addresses = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program)], stderr=subprocess.PIPE, text=True,
+            env=os.environ | addresses | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": ""},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
+    assert "ValueError: my own mistake" in first
+    assert "rank 0 failed: its program ended at" in second and "by ValueError: my own mistake" in second

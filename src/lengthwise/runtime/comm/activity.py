@@ -30,6 +30,10 @@ class PeerProbe(Protocol):
         """Say to ranks that ask why this one ends."""
         ...
 
+    def wait_until_heard(self) -> None:
+        """Wait a while for the others to hear it, if they could not once this process has ended."""
+        ...
+
     def close(self) -> None:
         """Stop answering other ranks."""
         ...

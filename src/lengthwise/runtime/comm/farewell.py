@@ -36,6 +36,8 @@ class Farewell:
         self._reason = f"its program ended at {ACTIVITY.place} by {kind.__name__}" + (f": {text}" if text else "")
         self.say()
         self._before(kind, error, trace)
+        if ACTIVITY.peers is not None:
+            ACTIVITY.peers.wait_until_heard()
 
 
 FAREWELL = Farewell()

@@ -23,6 +23,8 @@ LOOK_EVERY_S = 1.0
 ANSWER_S = 4.0
 """How long a rank that lives may take to answer."""
 POLL_S = 0.05
+LINGER_S = 5.0
+"""How long a rank that fails waits for the others to hear it, if the store is gone with its process."""
 MOST_TOLD = 8
 """Ranks whose place a message tells."""
 _ASKED = "asked"
@@ -33,8 +35,12 @@ Answers = Mapping[int, Mapping[str, Any]]
 class Liveness:
     """This rank's part in asking and answering."""
 
-    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout_s: float) -> None:
-        """``store``: where all ranks meet; this takes a connection of its own. ``timeout_s``: to be told."""
+    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout_s: float, keeps_store: bool = False) -> None:
+        """``store``: where all ranks meet; this takes a connection of its own. ``timeout_s``: to be told.
+
+        ``keeps_store``: whether this process keeps it, so that nobody can ask any more when it has ended.
+        """
+        self._keeps_store = keeps_store
         clone = getattr(store, "clone", None)
         self._store = dist.PrefixStore("lengthwise/liveness", clone() if clone else store)
         self._rank, self._timeout_s = rank, timeout_s
@@ -54,8 +60,17 @@ class Liveness:
         """Say to ranks that ask, now or later, why this one ends."""
         try:
             self._write({"failed": reason})
+            self._store.set(_heard(self._rank), "1")  # it asks nobody
         except RuntimeError:  # the store is gone, and with it everybody who could ask
             return
+
+    def wait_until_heard(self) -> None:
+        """Wait a while for all others to hear why this rank ends, or to fail too, if it keeps the store."""
+        end_s = time.monotonic() + (LINGER_S if self._keeps_store else 0.0)
+        while time.monotonic() < end_s:
+            if self._store.check([_heard(rank) for rank in self._others]):
+                return
+            time.sleep(POLL_S)
 
     def explain(self, operation: str, error: BaseException) -> CommunicationError:
         """The error to raise where ``operation`` failed with ``error``; asks all ranks, for a few seconds."""
@@ -88,6 +103,7 @@ class Liveness:
                     answers[rank] = json.loads(self._store.get(_key(rank)))
             has_cause = any("failed" in answer for answer in answers.values())
             if has_cause or len(answers) == len(self._others) or time.monotonic() > end_s:
+                self._store.set(_heard(self._rank), "1")
                 return answers
             time.sleep(POLL_S)
 
@@ -121,3 +137,8 @@ def _reasons(answers: Answers, ranks: Sequence[int]) -> list[str]:
 
 def _key(rank: int) -> str:
     return f"rank_{rank}"
+
+
+def _heard(rank: int) -> str:
+    """The key of a rank that asks no more."""
+    return f"heard_{rank}"

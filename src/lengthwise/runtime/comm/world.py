@@ -109,6 +109,7 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Dist
             rank=dist.get_rank(),
             size=dist.get_world_size(),
             timeout_s=timeout.total_seconds(),
+            keeps_store=dist.get_rank() == 0 and not _is_kept_by_torchrun(),
         )
     used_device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     return DistContext(
@@ -172,10 +173,14 @@ def _meeting_place(timeout: timedelta) -> dist.Store:
             f"the store of the ranks at {place} cannot be reached within {timeout.total_seconds():g} s "
             f"({first_line(error)}); is the first machine up, and MASTER_ADDR right?"
         ) from error
-    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if restart == "0" or not is_kept or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+    if restart == "0" or not _is_kept_by_torchrun() or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return store
     return dist.PrefixStore(f"restart_{restart}", store)
+
+
+def _is_kept_by_torchrun() -> bool:
+    """Whether the store by which ranks meet outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def stop_world(world: DistContext | None = None) -> None:
