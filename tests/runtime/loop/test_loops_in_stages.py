@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from lengthwise.core.errors import InputError
 from tests.runtime.loop.loops import LENGTHS, make_run, model_of, plain_loop, weights_of
 
 EXACT = 1e-10
@@ -75,3 +76,19 @@ def test_a_model_may_be_called_as_it_was_within_a_step_of_stages(ranks):
     assert first[1] == second[1] and len(first[1]) >= len(LENGTHS) // 2 and all(map(math.isfinite, first[1]))
     for weights, _ in (first, second):
         torch.testing.assert_close(weights, expected, rtol=0, atol=EXACT)
+
+
+def other_tokens(degree, stages):
+    run = make_run(model_of(), degree=degree, stages=stages)
+    step = next(run.steps())
+    micro_batches = iter(step)
+    micro_batch = next(micro_batches)
+    few = torch.zeros(1, micro_batch.shard.num_slots + 1, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"was called with .* tokens in a micro-batch .* `with run.plain\(\):`"):
+        run.model(few, few)
+    run.close()
+
+
+@pytest.mark.parametrize(("degree", "stages"), [(1, 2), (2, 1)])
+def test_a_model_that_is_called_with_other_tokens_in_a_micro_batch_says_how(ranks, degree, stages):
+    ranks(2).run(other_tokens, degree, stages)

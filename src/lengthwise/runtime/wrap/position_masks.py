@@ -176,12 +176,3 @@ def _values_within(start: int, end: int, num_slots: int, is_shared: bool, name: 
 
 def _sees_all(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
     return query >= 0
-
-
-def check_hides_nothing(mask: Any) -> None:
-    """Raise ``InputError`` if an ``attention_mask`` that a loop gives hides tokens."""
-    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
-        raise InputError(
-            "attention_mask hides tokens; a pack has no padding to hide and its sequences do not see each other: leave "
-            "attention_mask out (micro_batch.inputs has none)"
-        )

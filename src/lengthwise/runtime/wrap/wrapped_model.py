@@ -22,6 +22,7 @@ from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
+from lengthwise.runtime.wrap.forward_arguments import TOKENS, check_arguments
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
@@ -34,7 +35,6 @@ from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
-from lengthwise.runtime.wrap.position_masks import check_hides_nothing
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
@@ -46,7 +46,6 @@ from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
-TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
 TARGETS = ("labels", "targets", "target", "y")
 POSITIONS = ("position_ids", "positions", "input_pos", "pos")
 """Names that arguments of a forward go by."""
@@ -332,7 +331,8 @@ class WrappedModel:
                 self.layers.begin()
             return self._forward(*args, **kwargs)
         shard = shards.current()
-        check_hides_nothing(kwargs.get("attention_mask"))
+        num_slots = 0 if self._inputs is not None else shard.num_slots
+        check_arguments(type(self.model).__name__, args, kwargs, num_slots)
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():

@@ -1,0 +1,32 @@
+"""What a loop gives to a prepared model in a micro-batch."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+
+TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
+"""Names that a forward may give to the argument that has the tokens."""
+
+
+def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_slots: int) -> None:
+    """Raise ``InputError`` if a call of the model ``name`` has other tokens than its micro-batch, or hides some.
+
+    ``num_slots``: those of this rank's share; 0: its arguments are made by a function of the user's.
+    """
+    _check_hides_nothing(kwargs.get("attention_mask"))
+    tokens = next((kwargs[key] for key in TOKENS if key in kwargs), args[0] if args else None)
+    if num_slots and isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel() % num_slots:
+        raise InputError(
+            f"{name} was called with {tokens.numel():,} tokens in a micro-batch of which this rank has {num_slots:,}: "
+            "there it computes micro_batch.inputs; call it with other tokens in `with run.plain():`"
+        )
+
+
+def _check_hides_nothing(mask: Any) -> None:
+    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
+        raise InputError(
+            "attention_mask hides tokens; a pack has no padding to hide and its sequences do not see each other: leave "
+            "attention_mask out (micro_batch.inputs has none)"
+        )
