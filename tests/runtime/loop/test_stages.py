@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.loops import make_run, model_of, plain_loop, train_through_trouble, weights_of
@@ -152,8 +153,9 @@ class Skipping(Model):
 
 def test_a_model_in_whose_stages_more_than_hidden_states_passes_is_refused():
     run = make_run(Skipping().double(), degree=1)
-    with pytest.raises(CheckError, match=r"Skipping learns .* stages of \[2, 1\] layers .* plan with one stage"):
-        run.check_stages((2, 1))
+    for splits in (False, True):
+        with pytest.raises(CheckError, match=r"Skipping learns .* stages of \[2, 1\] layers than in one.*with one stage"):
+            check_stages(run, (2, 1), splits=splits)
     run.close()
 
 
