@@ -154,7 +154,7 @@ class Skipping(Model):
 def test_a_model_in_whose_stages_more_than_hidden_states_passes_is_refused():
     run = make_run(Skipping().double(), degree=1)
     for splits in (False, True):
-        with pytest.raises(CheckError, match=r"Skipping learns .* stages of \[2, 1\] layers than in one.*with one stage"):
+        with pytest.raises(CheckError, match=r"Skipping learns .* of \[2, 1\] layers than in one.* with one stage"):
             check_stages(run, (2, 1), splits=splits)
     run.close()
 
