@@ -129,7 +129,7 @@ CORPORA = {
     "mixed": (120_000, 2000, 9000, 700, 30_000, 500),
     "long": (400_000, 90_000),
 }
-SETTINGS = list(product(("4xH100-80GB", "4xA800-80GB", "4xGB200-186GB"), (30, 40, 80), CORPORA))
+SETTINGS = list(product(("4xH100-80GB", "4xA800-80GB", "4xGB200-186GB"), (34, 40, 80), CORPORA))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_plan_is_at_most_two_per_cent_slower_than_the_best_plan_of_one_choice_
         if candidate.max_tokens >= max(lengths):
             alone = replace(problem, candidates=(candidate,))
             times_s.append(Planner(policy="packed", problem=alone)(batch_of(*lengths)).time_s)
-    assert times_s and plan.time_s <= 1.02 * min(times_s)  # 30 GiB hold the longest corpus under one choice alone
+    assert times_s and plan.time_s <= 1.02 * min(times_s)  # 34 GiB hold the longest corpus under one choice alone
 
 
 def test_attention_computes_groups_of_heads_where_nothing_else_holds_the_longest_sequence():
