@@ -321,11 +321,7 @@ class Step:
         self.run.note_skipped(self)
 
     def leave(self) -> None:
-        """Leave the step without an update, after an error, a ``break`` or a ``continue``; all ranks discard it.
-
-        Raises:
-            CheckError: every rank computed all of it and called no update, or ranks have come apart.
-        """
+        """Leave the step without an update, as by an error or a ``break``; raise if all ranks had computed all of it."""
         place = self._place()
         self.finish_exchanges()
         self.is_over = True

@@ -192,7 +192,7 @@ class _Mask:
 
     @classmethod
     def of(cls, missing: MissingTensor) -> "_Mask":
-        """Of equal truth values."""
+        """A mask of equal truth values."""
         values = torch.full((), missing._truth).expand(missing.shape)
         return cls(values, missing.as_subclass(Tensor))
 

@@ -36,7 +36,7 @@ class OutputStructure:
         elif num_slots != self._num_slots:
             leaves, form = pytree.tree_flatten(output)
             if form == self._form:
-                self._leaves = [_fewer_slots(known, leaf, num_slots) for known, leaf in zip(self._leaves, leaves)]
+                self._leaves = [_fewer_slots(axes, leaf, num_slots) for axes, leaf in zip(self._leaves, leaves)]
 
     def not_computed(self, num_slots: int, device: torch.device) -> Any:
         """Build an output of the stored structure, of placeholders for ``num_slots`` slots.
@@ -66,13 +66,13 @@ def _axes_of(tensor: Tensor, num_slots: int) -> _Axes:
     return _Axes(tuple(None if length == num_slots else length for length in tensor.shape), tensor.dtype)
 
 
-def _fewer_slots(known: Any, leaf: Any, num_slots: int) -> Any:
+def _fewer_slots(axes: Any, leaf: Any, num_slots: int) -> Any:
     """What is known of a tensor, without axes over slots that have another length for ``num_slots``."""
-    if not isinstance(known, _Axes) or not isinstance(leaf, Tensor) or leaf.dim() != len(known.lengths):
-        return known
-    pairs = zip(known.lengths, leaf.shape)
+    if not isinstance(axes, _Axes) or not isinstance(leaf, Tensor) or leaf.dim() != len(axes.lengths):
+        return axes
+    pairs = zip(axes.lengths, leaf.shape)
     lengths = tuple(None if length is None and now == num_slots else length or now for length, now in pairs)
-    return _Axes(lengths, known.dtype)
+    return _Axes(lengths, axes.dtype)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
