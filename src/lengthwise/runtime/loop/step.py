@@ -321,7 +321,7 @@ class Step:
         self.run.note_skipped(self)
 
     def leave(self) -> None:
-        """Leave the step without an update, as by an error or a ``break``; raise if all ranks had computed all of it."""
+        """Leave the step without an update, as by a ``break``; raise ``CheckError`` if all ranks computed all of it."""
         place = self._place()
         self.finish_exchanges()
         self.is_over = True
