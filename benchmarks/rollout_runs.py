@@ -120,12 +120,9 @@ def train(sides: Sequence[str], steps: int, limit_gib: float | None) -> dict[str
 
 def run_of(side: str, limit_gib: float | None) -> Run:
     """The run of a policy, or of verl's balancer; no step changes what its costs are thought to be."""
-    is_theirs = side.startswith("verl")
-    recompute = "auto" if is_theirs else "selective"  # which keeps attention where layers are recomputed
-    options = {"cost": cost_of(limit_gib), "memory_gib": limit_gib, "recompute": recompute}
-    run = prepared("auto" if is_theirs else side, **options)
+    run = prepared("auto" if side.startswith("verl") else side, cost=cost_of(limit_gib), memory_gib=limit_gib)
     run.on_finish = None
-    if is_theirs:
+    if side.startswith("verl"):
         run.planner = balancer(run, degree=int(side[-1]), is_recomputing="tuned" not in side)
     return run
 
