@@ -100,19 +100,22 @@ def train(sides: Sequence[str], steps: int, limit_gib: float | None) -> dict[str
     """Seconds of each step of each side after the first, planning and exchange of items included.
 
     Sides take turns step by step, on the same rollouts. ``wall``: of the slowest rank; ``cpu``: processor seconds of
-    the busiest rank, which other programs hardly change; ``begin``: until a step has its plan and its items.
+    the busiest rank, which other programs hardly change; ``begin``: until a step has its plan and its items; ``gaps``:
+    of plans to a bound that no plan of the search space beats.
     """
     runs = {side: run_of(side, limit_gib) for side in sides}
-    seconds: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": [], "begin": [], "schemes": []} for side in sides}
+    names = ("wall", "cpu", "begin", "schemes", "gaps")
+    seconds: dict[str, dict[str, Any]] = {side: {name: [] for name in names} for side in sides}
     for number in range(steps + 1):
         items = rollouts(1 + number)
         for turn in range(len(sides)):
             side = sides[(turn + number) % len(sides)]
-            row, schemes = step_of(runs[side], items)
+            row, plan = step_of(runs[side], items)
             if number:
                 for name, values in zip(("wall", "cpu", "begin"), gather_rows(row).T.tolist()):
                     seconds[side][name].append(max(values))
-                seconds[side]["schemes"] += schemes
+                seconds[side]["schemes"] += [m.scheme.name for m in plan.pipelines for _ in m.micro_batches]
+                seconds[side]["gaps"].append(plan.gap)
     for run in runs.values():
         run.close()
     return seconds
@@ -127,8 +130,8 @@ def run_of(side: str, limit_gib: float | None) -> Run:
     return run
 
 
-def step_of(run: Run, items: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
-    """Wall, processor and first seconds of a step on this rank, and the schemes of its plan."""
+def step_of(run: Run, items: list[dict[str, Any]]) -> tuple[torch.Tensor, StepPlan]:
+    """Wall, processor and first seconds of a step on this rank, and its plan."""
     start_s, cpu_s = time.perf_counter(), time.process_time()
     step = run.step(items[run.world.rank :: run.world.size])
     begin_s = time.perf_counter() - start_s
@@ -136,8 +139,7 @@ def step_of(run: Run, items: list[dict[str, Any]]) -> tuple[torch.Tensor, list[s
         step.backward(loss_of(run, step, micro_batch), mean_over="step")
     step.update()
     times = [time.perf_counter() - start_s, time.process_time() - cpu_s, begin_s]
-    schemes = [m.scheme.name for m in step.plan.pipelines for _ in m.micro_batches]
-    return torch.tensor(times, dtype=torch.float64), schemes
+    return torch.tensor(times, dtype=torch.float64), step.plan
 
 
 def loss_of(run: Run, step: Any, micro_batch: Any) -> torch.Tensor:
