@@ -125,6 +125,10 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
             ["plan.method=random", "plan.max_degree=1"],
             "plan.method=random needs plan.degree, .*; or leave plan.max_degree out",
         ),
+        (
+            ["train.compile=true", "plan.shapes=2", "plan.tile_tokens=5"],
+            "train.compile=true with plan.tile_tokens=5: compiled layers compute all tokens at once",
+        ),
         (["train.compile=true"], "train.compile=true compiles layers for fixed sizes, .* set plan.shapes"),
         (
             ["train.compile=true", "plan.shapes=4", "plan.method=metp", "plan.degree=2"],

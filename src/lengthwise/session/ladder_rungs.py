@@ -67,18 +67,18 @@ class LadderRung:
 
 
 def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost) -> tuple[LadderRung, ...]:
-    """The rungs of the model and cluster of ``cost``, with the methods of ``search_space``; of the host where there is
-    one: ``on_host`` is the cost with the optimizer's state there.
+    """The rungs of the model and cluster of ``cost``, with the methods of ``search_space``, each longer than those
+    before; of the host where there is one: ``on_host`` is the cost with the optimizer's state there.
 
     Where ``search_space`` names no methods, those that shard weights are a rung of their own.
     """
     rungs: list[LadderRung] = []
     fastest_before: list[Candidate] = []
     for name, candidates in _candidates_of_rungs(search_space, cost, on_host):
-        if not candidates:
-            continue
-        longest = max(candidates, key=lambda candidate: candidate.max_tokens)
         at_tokens = rungs[-1].longest.max_tokens if rungs else 0
+        if most_tokens(candidates) <= at_tokens:
+            continue  # it reaches no further
+        longest = max(candidates, key=lambda candidate: candidate.max_tokens)
         before_s, now_s = (_fastest_s(of, at_tokens) for of in (fastest_before, candidates))
         rungs.append(
             LadderRung(
@@ -111,19 +111,24 @@ def _candidates_of_rungs(
         ("recompute", (RECOMPUTE,)),
         ("feed-forward tiles", (TILES,)),
     ]
-    lean = tuple(rung for rung in (*MIXED, *LEANER) if rung.offloaded)
+    every = (*MIXED, *LEANER)
     if has_host:
-        steps.append(("activations on host", lean))
+        steps.append(("activations on host", tuple(rung for rung in every if rung.offloaded)))
     made_by_rung = [*_without_recompute(search_space, cost), *_steps(steps, search_space, cost)]
     if search_space.methods is None:
-        made_by_rung += _steps([("sharded weights", steps[-1][1])], search_space.widest, cost)
+        made_by_rung += _steps([("sharded weights", every if has_host else (TILES,))], search_space.widest, cost)
     if has_host:
-        made_by_rung += _steps([("optimizer on host", lean)], search_space.widest, on_host)
-    in_groups = groups_of_heads(search_space.widest, on_host if has_host else cost, beside=made_by_rung[-1][1])
+        made_by_rung += _steps([("optimizer on host", every)], search_space.widest, on_host)
+    beside = [candidate for _, candidates in made_by_rung for candidate in candidates]
+    in_groups = [
+        candidate
+        for of in ((cost, on_host) if has_host else (cost,))
+        for candidate in groups_of_heads(search_space.widest, of, beside=beside)
+    ]
     sliced: list[Candidate] = []
     if search_space.slices is Slices.AUTO:
-        held_tokens = max(most_tokens(candidates) for candidates in (*dict(made_by_rung).values(), in_groups))
-        leanest = next((candidates for _, candidates in reversed(made_by_rung) if candidates), [])
+        held_tokens = most_tokens((*beside, *in_groups))
+        leanest = max((candidates for _, candidates in made_by_rung), key=most_tokens)
         sliced = [option for option in in_slices(leanest) if option.max_tokens > held_tokens]
     return [*made_by_rung, ("attention by groups of heads", in_groups), ("slices in time", sliced)]
 

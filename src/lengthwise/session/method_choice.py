@@ -31,12 +31,17 @@ def compiled_methods(config: Config, methods: tuple[Method, ...] | None) -> tupl
     """The parallel methods among ``methods`` that layers are compiled for.
 
     Raises:
-        InputError: there is none, or micro-batches have any size.
+        InputError: there is none, micro-batches have any size, or feed-forwards tiles.
     """
     if not config.plan.shapes:
         raise InputError(
             "train.compile=true compiles layers for fixed sizes, and micro-batches have any size; set plan.shapes, "
             "such as plan.shapes=8"
+        )
+    if config.plan.tile_tokens:
+        raise InputError(
+            f"train.compile=true with plan.tile_tokens={config.plan.tile_tokens}: compiled layers compute all tokens "
+            "at once; leave one of the two out"
         )
     compilable = tuple(
         method

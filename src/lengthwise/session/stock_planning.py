@@ -47,6 +47,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "max_stages": plan.max_stages,
             "methods": plan.methods or (None if plan.method in ("", Method.DENSE) else (plan.method,)),
             "recompute": plan.recompute,
+            "feed_forward_tile": plan.tile_tokens or None,
             "compile": config.train.compile,
             "profile": plan.profile or None,
             "objective": NEXT_TOKEN if is_causal else None,
@@ -69,6 +70,7 @@ def stock_planner(
     max_stages: int | None = 1,
 ) -> Planner:
     """The planner of a corpus for a prepared model, by the settings of a configuration."""
+    plan = config.plan
     changes = {
         "profile": "",
         "method": "",
@@ -79,6 +81,7 @@ def stock_planner(
         "zero_bubble": options.zero_bubble,
         "slices": "none",
         "local_sequences": False,
+        "tile_tokens": None if plan.tile_tokens else plan.tile_tokens,  # else the model's modules compute them
     }
     return make_planner(
         config.model_copy(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import lengthwise
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.one_f_one_b import forwards_in
 from lengthwise.core.parameter_shapes import stage_unit_sizes
@@ -115,6 +116,23 @@ def test_where_other_schemes_are_as_fast_nothing_joins(max_length):
     assert not any(candidate.scheme.shard_gradients for candidate in auto.candidates)
     every = problem_of(GradientSharding.ALL, "llama-7b", max_length)
     assert any(candidate.scheme.shard_gradients for candidate in every.candidates)
+
+
+def test_they_join_where_they_pay_with_offload_or_tiles_alone():
+    """Equal sequences that no device holds without both: shares of gradients leave room for a faster method."""
+    spec, cluster, lengths = model_preset("llama-3-8b"), cluster_preset("1x3xH100-80GB"), (25_000,) * 8
+    batch = GlobalBatch(step=0, ids=tuple(range(8)), lengths=lengths)
+
+    def plan_under(mode):
+        problem = make_problem(
+            AnalyticCost(model=spec, cluster=cluster), cluster=cluster, num_layers=spec.num_layers, max_length=25_000,
+            search_space=SearchSpace(shard_gradients=mode), samples=[np.array(lengths)],
+        )  # fmt: skip
+        return Planner(policy="auto", problem=problem)(batch)
+
+    auto, every = plan_under(GradientSharding.AUTO), plan_under(GradientSharding.ALL)
+    assert auto.time_s <= 1.005 * every.time_s
+    assert any(pipeline.scheme.shard_gradients for pipeline in auto.pipelines)
 
 
 def test_they_join_where_nothing_else_holds_the_longest_sequence():

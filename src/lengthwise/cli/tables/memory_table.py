@@ -39,8 +39,8 @@ def _answer(limits: MemoryLimits) -> str:
     return (
         f"a sequence of {limits.length:,} tokens fits: the least work is under {best.candidate.scheme.name}, with "
         f"{peak} of {available} on each device at its peak{_on_host(best.candidate, limits.length or 0)}; "
-        f"it fits under {len(limits.fits):,} schemes in all, and the "
-        f"{_longest_what(limits)} that any scheme fits is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
+        f"it fits under {len(limits.fits):,} of the schemes that were looked at for it, of which the "
+        f"{_longest_what(limits)} is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
     )
 
 

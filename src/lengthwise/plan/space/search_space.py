@@ -275,9 +275,10 @@ def _candidates(
     plain, candidates = candidates, candidates + add_rungs(schemes, candidates)
     if search_space.shard_gradients is GradientSharding.AUTO:
         more, paying = paying_schemes(
-            schemes, candidates, make, num_devices=cluster.num_devices, max_length=max_length, samples=samples
-        )
-        schemes, candidates = schemes + more, candidates + paying + add_rungs(more, paying, beside=plain)
+            schemes, candidates, lambda made: (base := make(made)) + add_rungs(made, base, beside=plain),
+            num_devices=cluster.num_devices, max_length=max_length, samples=samples,
+        )  # fmt: skip
+        schemes, candidates = schemes + more, candidates + paying
     candidates = with_split_backwards(candidates, search_space.zero_bubble)
     return schemes, with_slices(candidates, search_space.slices, samples=samples, max_length=max_length)
 
