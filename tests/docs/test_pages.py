@@ -139,6 +139,12 @@ def test_what_a_loop_is_given_is_documented_member_by_member():
     assert not [option for option in PrepareOptions.model_fields if f"| `{option}` |" not in options]
 
 
+def test_the_guide_to_any_model_names_every_option_of_prepare():
+    guide = (ROOT / "docs" / "guides" / "any-model.md").read_text()
+    tables = guide[guide.index("## What is detected") : guide.index("\nA corpus is a folder")]
+    assert not [option for option in PrepareOptions.model_fields if not re.search(rf"\b{option}\b", tables)]
+
+
 @pytest.mark.parametrize("name", concept_pictures.PICTURES)
 def test_pictures_of_concepts_are_as_their_script_makes_them(name):
     path = ROOT / "docs" / "images" / f"{name}.svg"

@@ -159,7 +159,8 @@ def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tm
     whole, *tiled = found
     assert not any(whole[1].values()) and whole[2] == []
     for losses, tiles, names, weights in tiled:  # the second from the profile that the first has saved
-        assert tiles[512] == 32 and sum(tiles.values()) == 32 and names == [f"layers.{block}.mlp" for block in range(3)]
+        assert tiles[512] == 32 and set(tiles.values()) <= {0, 32}  # of others what is measured to be faster
+        assert names == [f"layers.{block}.mlp" for block in range(3)]
         np.testing.assert_allclose(losses, whole[0], rtol=1e-11)
         assert_equal_weights(weights, whole[3])
 

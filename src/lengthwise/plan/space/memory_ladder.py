@@ -330,8 +330,8 @@ class FastestOfFamily:
             self._times_s = np.minimum(self._times_s, compared.held(candidate))
         self.needs_longer = needs_longer
         self._max_tokens = most_tokens(candidates)
-        kept = (k for k in candidates if k.scheme.is_plain and not any(k.scheme.recompute))
-        self.needs_no_recompute = most_tokens(kept) >= compared.max_length
+        keeping_all = (k for k in candidates if k.scheme.is_plain and not any(k.scheme.recompute))
+        self.needs_no_recompute = most_tokens(keeping_all) >= compared.max_length
 
     def add(self, candidate: Candidate) -> bool:
         """Add a candidate, if it saves :data:`PAYS` at some length, or holds more than all others where that is needed.
