@@ -19,7 +19,8 @@ from lengthwise.runtime.loop.brought_items import PlanUnits
 from lengthwise.runtime.loop.coupled_values import Coupling, sizes_problem
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.unit_members import Units
-from lengthwise.session.prepare_planning import ForwardPlanner, make_planner
+from lengthwise.session.prepare_planning import make_planner
+from lengthwise.session.run_planner import ForwardPlanner
 
 
 class MembersApart:

@@ -57,9 +57,9 @@ from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.model_checks import check_by_sequence, check_model, check_options, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
-from lengthwise.session.prepare_planning import ForwardPlanner, form, stream_of, with_metric_of
+from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
-from lengthwise.session.run_planner import RunPlanner
+from lengthwise.session.run_planner import ForwardPlanner, RunPlanner
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.state_placement import is_on_host

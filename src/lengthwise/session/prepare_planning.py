@@ -1,6 +1,5 @@
 """Makes the stream of batches and the planner of a prepared run from lengths and costs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -12,7 +11,6 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.forward_cost import ForwardOnlyCost
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.data.max_length import CorpusView
@@ -100,38 +98,6 @@ def form(
         return FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max)
 
     return formed(), options.steps or sum(1 for _ in formed())
-
-
-class ForwardPlanner:
-    """Plans forwards without a backward, under costs as they are known at the time."""
-
-    def __init__(self, plan_with: Callable[[CostModel], Planner], training: Callable[[], Planner]) -> None:
-        """``plan_with``: the planner under a cost model; ``training``: gives the present planner of steps."""
-        self._plan_with, self._training = plan_with, training
-        self._made: tuple[Planner, Planner] | None = None
-        """The planner of steps, and that of forwards under the same costs."""
-
-    @property
-    def planner(self) -> Planner:
-        """The planner under the present costs."""
-        training = self._training()
-        if self._made is None or self._made[0] is not training:
-            self._made = training, self._plan_with(ForwardOnlyCost(training=training.problem.cost))
-        return self._made[1]
-
-    @property
-    def problem(self) -> PlanningProblem:
-        """The planning problem of forwards alone."""
-        return self.planner.problem
-
-    @property
-    def lr_scaling(self) -> LrScaling | None:
-        """None: forwards have no learning-rate."""
-        return self.planner.lr_scaling
-
-    def __call__(self, batch: GlobalBatch) -> StepPlan:
-        """The plan of a batch."""
-        return self.planner(batch)
 
 
 def make_planner(
