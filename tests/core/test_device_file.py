@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from lengthwise.config.run_config import load
 from lengthwise.core.device_file import read_device, resolve_device
 from lengthwise.core.device_spec import DEVICES, device_of_gpu
 from lengthwise.core.errors import InputError
@@ -138,5 +139,7 @@ def test_every_gpu_has_a_share_of_a_host_and_a_cpu_has_none():
     assert cluster_preset("8xH100-80GB", host_memory_gib=512).device.host_memory_bytes == 512 * 2**30
     with pytest.raises(InputError, match="512 GiB of host memory for a cpu"):
         cluster_preset("2xcpu", host_memory_gib=512)
+    assert cluster_preset("2xcpu", host_memory_gib=0).device == DEVICES["cpu"]
+    assert load(None, ["cluster.host_memory_gib=0"]).cluster.host_memory_gib == 0
     with pytest.raises(InputError, match="host_gbyte_per_s"):
         replace(DEVICES["H100-80GB"], host_bytes_per_s=0.0).with_host_memory(1)

@@ -231,7 +231,7 @@ def test_a_host_without_room_aborts_the_step_which_comes_again_without_offload()
         losses += [] if results[-1] is None else [results[-1].loss]
     run.close()
     assert results[0] is None and results.count(None) == 1
-    assert [(place.micro_batch, place.on_host) for (place,) in failures] == [(0, True)]
+    assert [(place.micro_batch, place.host_bytes) for (place,) in failures] == [(0, 1 << 20)]
     assert losses == expected[0]
 
 
@@ -242,6 +242,9 @@ def test_what_the_host_has_no_room_for_is_named():
     )  # fmt: skip
     vars(run.world)["offload"] = HostOffload("cpu", limit_bytes=0)
     run.planner, run.on_oom = on_rung(run.planner, "offload"), None
-    with pytest.raises(InfeasibleError, match=r"rank 0 ran out of host memory in a micro-batch of .* tokens"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"host memory \(offloaded activations need at least 1 MiB\) in a micro-batch of .* lower host_memory_gib",
+    ):
         step_through(run)
     run.close()

@@ -177,7 +177,7 @@ def test_a_host_without_room_is_planned_around():
     batch = GlobalBatch(step=3, ids=(0,), lengths=(100_000,))
     plan = watch(batch)
     assert plan.pipelines[0].scheme_of(plan.pipelines[0].micro_batches[0]).offload
-    watch.refuse(plan, (MicroBatchFailure(rank=2, pipeline=0, micro_batch=0, on_host=True),))
+    watch.refuse(plan, (MicroBatchFailure(rank=2, pipeline=0, micro_batch=0, host_bytes=1 << 30),))
     again = watch(batch)
     assert not any(p.scheme_of(m).offload for p in again.pipelines for m in p.micro_batches)
     assert "the host of rank 2 has no memory" in watch.events[-1]["event"] and not watch.cost.bytes_factors

@@ -395,7 +395,8 @@ def test_the_state_moves_to_the_host_where_the_longest_sequence_needs_it():
 
 def test_layers_that_are_compiled_are_planned_without_tiles():
     def has_tiles(*overrides):
-        config = load(None, ["cluster.name=2xH100-80GB", "plan.max_stages=1", "train.dtype=bfloat16", *overrides])
+        given = ["cluster.name=2xH100-80GB", "plan.max_stages=1", "train.dtype=bfloat16", "plan.policy=static"]
+        config = load(None, [*given, *overrides])
         spec, cluster = replace(model_preset("llama-7b"), num_layers=16), resolve_cluster(config)
         view = apply_max_length(LengthIndex(lengths=np.array([5, 300_000])), max_length=None, rule="error")
         corpus = Corpus(parts=(replace(TWO_SEQUENCES.parts[0], view=view),))

@@ -213,7 +213,7 @@ def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     device = find_device(world, margin=config.plan.memory_margin)
     if config.cluster.memory_gib:
         device = device.with_memory(config.cluster.memory_gib)
-    if config.cluster.host_memory_gib:
+    if config.cluster.host_memory_gib is not None:
         device = device.with_host_memory(config.cluster.host_memory_gib)
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
 

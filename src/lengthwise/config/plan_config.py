@@ -47,8 +47,8 @@ class PlanConfig(PolicySettings):
     methods: tuple[SharingMethod, ...] | None = None
     """Instead of method: the parallel methods that plans choose from, such as [ulysses, metp]; those on sharded weights
     (metp, megatron_ts, megatron_cz, ulysses_z, colossal_z) also from layer to layer. none: with the policy paradyse
-    those five; else ulysses, ring and megatron_ts, and where these do not hold the longest sequence, those five too.
-    (prepare has only methods that share sequences.)"""
+    those five; else ulysses, ring and megatron_ts, and those five too where the longest sequence needs them or typical
+    steps are faster by them. (prepare has only methods that share sequences.)"""
     smoothing: float = Field(default=0.05, ge=0, le=1)
     """The share of a pack's time that `paradyse` may lose so that packs of like sizes run the same methods (gamma)."""
     degree: NumDevices | None = None

@@ -144,7 +144,7 @@ class MemorySetting(Settings):
 
     memory_gib: float | None = Field(default=None, gt=0, le=1 << 20)
     """Memory of each device that plans may fill, in GiB; none: what the device has."""
-    host_memory_gib: float | None = Field(default=None, gt=0, le=1 << 20)
+    host_memory_gib: float | None = Field(default=None, ge=0, le=1 << 20)
     """Memory of the host that plans may fill for each device, in GiB; none: nine tenths of its share of what such a
     machine has."""
 

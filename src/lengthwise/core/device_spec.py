@@ -106,7 +106,7 @@ class DeviceSpec:
                 f"host memory of a device must be 0 to {MOST_HOST_GIB:,} GiB, not {memory_gib} GiB; leave it out for "
                 "nine tenths of a device's share"
             )
-        if not self.host_bytes_per_s:
+        if memory_gib and not self.host_bytes_per_s:
             why = "its memory is the host's" if self.name == "cpu" else "describe the link with host_gbyte_per_s"
             raise InputError(
                 f"{memory_gib:g} GiB of host memory for a {self.name}, which can put nothing there: {why}; leave it out"

@@ -38,6 +38,7 @@ class Setting(StrEnum):
     METHODS = "plan.methods"
     RECOMPUTE = "plan.recompute"
     OFFLOAD = "plan.offload"
+    SHARD_GRADIENTS = "plan.shard_gradients"
     HOST_MEMORY_GIB = "cluster.host_memory_gib"
     MAX_TOKENS = "plan.max_tokens"
     BATCH_SIZE = "plan.batch_size"

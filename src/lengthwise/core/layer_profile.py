@@ -6,7 +6,7 @@ DCP, section 3.5: a model of two layers is run, the first warms up, the second i
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -127,11 +127,15 @@ class Identity:
 
     def differences(self, other: "Identity") -> list[str]:
         """Fields in which ``other`` differs from this, in words."""
-        return [
-            f"{field.name.replace('_', ' ')} {getattr(other, field.name)} instead of {getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
-        ]
+        ours, theirs = self._in_words, other._in_words
+        return [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if theirs[name] != ours[name]]
+
+    @property
+    def _in_words(self) -> dict[str, object]:
+        """The fields by name; of a model's digest the digits alone, and how that model is computed beside them."""
+        digits, _, variant = self.model_digest.partition(", ")
+        by_name = {name.replace("_", " "): value for name, value in asdict(self).items()}
+        return by_name | {"model digest": digits, "model variant": variant or "none"}
 
 
 @dataclass(frozen=True, kw_only=True)

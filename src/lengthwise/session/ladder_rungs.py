@@ -1,9 +1,10 @@
 """The memory ladder: the longest sequence with each thing in turn that frees memory, and what each costs in time.
 
-A rung adds to what the ones before it do: sharded gradients where these hold more, recompute, feed-forwards in tiles,
-what layers save on the host, methods that shard weights, the optimizer's state on the host, attention by groups of
-heads where that holds more, and slices in time where those do. On each, the scheme that holds the longest sequence is
-shown, and how long a sequence takes that the rung before still holds, under the fastest scheme of either.
+A rung adds to what the ones before it do: sharded gradients where these hold more, recompute of all but attention, then
+of attention too, feed-forwards in tiles, what layers save on the host, methods that shard weights, the optimizer's
+state on the host, attention by groups of heads where that holds more, and slices in time where those do. On each, the
+scheme that holds the longest sequence is shown, and how long a sequence takes that the rung before still holds, under
+the fastest scheme of either.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from lengthwise.plan.space.sharded_gradients import GradientSharding, with_shard
 from lengthwise.plan.space.sliced_packs import Slices, in_slices
 
 PLAIN = Rung(recomputed=0, offloaded=0)
+SELECTIVE = Rung(recomputed=1, offloaded=0, keeps_attention=True)
 RECOMPUTE = Rung(recomputed=1, offloaded=0)
 TILES = Rung(recomputed=1, offloaded=0, is_tiled=True)
 
@@ -108,6 +110,7 @@ def _candidates_of_rungs(
     device = cost.cluster.device
     has_host = device.host_bytes_per_s > 0 and device.host_memory_bytes > 0
     steps: list[tuple[str, tuple[Rung, ...]]] = [
+        ("selective recompute", (SELECTIVE,)),
         ("recompute", (RECOMPUTE,)),
         ("feed-forward tiles", (TILES,)),
     ]
@@ -135,7 +138,7 @@ def _candidates_of_rungs(
 
 def _without_recompute(search_space: SearchSpace, cost: AnalyticCost) -> Iterator[tuple[str, list[Candidate]]]:
     """Candidates as they are, and with sharded gradients where these may be chosen and hold longer sequences."""
-    if search_space.shard_gradients is not GradientSharding.AUTO:
+    if search_space.shard_gradients is not GradientSharding.AUTO or not search_space.has_whole_weights:
         yield from _steps([("as it is", (PLAIN,))], search_space, cost)
         return
     with_whole, with_shares = (

@@ -115,13 +115,13 @@ class OnlineCalibration(RunPlanner):
     def refuse(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
         """Plan with a memory model under which the micro-batches that failed do not fit."""
         factors, base = dict(self.cost.bytes_factors), self.cost.base
-        if any(failure.on_host for failure in failures):
+        if any(failure.host_bytes for failure in failures):
             base = base.without_offload()
-            ranks = ", ".join(str(failure.rank) for failure in failures if failure.on_host)
+            ranks = ", ".join(str(failure.rank) for failure in failures if failure.host_bytes)
             words = f"the host of rank {ranks} has no memory for what layers save; steps are planned without offload"
             self._note(plan.step, words, warn=True)
         for failure in failures:
-            if failure.on_host:
+            if failure.host_bytes:
                 continue
             pipeline = plan.pipelines[failure.pipeline]
             factor = self._factor_that_refuses(plan, failure)

@@ -45,7 +45,7 @@ class Spelling:
             if setting not in _ARGUMENTS:
                 return f"{setting.value} (of configurations alone)"
             setting = _ARGUMENTS[setting]
-        return f"--{setting.replace('_', '-')}" if self.is_option else setting
+        return f"--{setting.removesuffix('_gib').replace('_', '-')}" if self.is_option else setting
 
 
 COMMAND_LINE, PYTHON = Spelling(is_option=True), Spelling(is_option=False)
@@ -59,6 +59,10 @@ _ARGUMENTS = {
     Setting.METHOD: "methods",
     Setting.METHODS: "methods",
     Setting.RECOMPUTE: "recompute",
+    Setting.OFFLOAD: "offload",
+    Setting.SHARD_GRADIENTS: "shard_gradients",
+    Setting.SLICES: "slices",
+    Setting.HOST_MEMORY_GIB: "host_memory_gib",
     Setting.PROFILE: "profile",
     Setting.DTYPE: "dtype",
 }

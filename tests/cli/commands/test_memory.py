@@ -127,13 +127,13 @@ def test_each_rung_of_the_ladder_holds_at_least_as_much_as_those_before(cli):
     reach = [rung["max_tokens"] for rung in ladder]
     assert reach == sorted(reach) and reach[-1] > reach[0]
     names = [rung["rung"] for rung in ladder]
-    assert names[0] == "as it is" and names[-1] == "optimizer on host" and len(set(names)) == len(names) == 7
+    assert names[0] == "as it is" and names[-1] == "optimizer on host" and len(set(names)) == len(names) == 8
     for before, rung in pairwise(ladder):
         assert rung["at_tokens"] == before["max_tokens"] and rung["slowdown"] > 0
     assert ladder[0]["host_gib"] == 0 < ladder[-1]["host_gib"]
     on_cpus = ask(cli, "--device", "cpu")["ladder"]
     assert [rung["rung"] for rung in on_cpus] == [
-        "as it is", "sharded gradients", "recompute", "feed-forward tiles", "sharded weights",
+        "as it is", "sharded gradients", "selective recompute", "recompute", "feed-forward tiles", "sharded weights",
     ]  # fmt: skip
 
 
@@ -144,14 +144,14 @@ def test_sharded_gradients_are_listed_beside_whole_ones_and_are_a_rung_where_the
     assert longest[8, 1, 40, False]["max_tokens"] == 0 < longest[8, 1, 40, True]["max_tokens"]
     assert longest[8, 1, 40, True]["state_gib"] < longest[8, 1, 40, False]["state_gib"]
     assert (1, 1, 40, True) not in longest, "one device shards nothing"
-    assert [rung["rung"] for rung in limits["ladder"][:3]] == ["as it is", "sharded gradients", "recompute"]
+    assert [rung["rung"] for rung in limits["ladder"][:3]] == ["as it is", "sharded gradients", "selective recompute"]
     assert "z2" not in limits["ladder"][0]["scheme"] and "z2" in limits["ladder"][1]["scheme"]
     whole = json.loads(cli(*given, "--shard-gradients", "none")[1])
     assert not any(scheme["sharded_gradients"] for scheme in whole["schemes"])
     assert [scheme for scheme in limits["schemes"] if not scheme["sharded_gradients"]] == whole["schemes"]
     everywhere = json.loads(cli(*given, "--shard-gradients", "all")[1])
     assert all(scheme["sharded_gradients"] == (scheme["degree"] > 1) for scheme in everywhere["schemes"])
-    assert [rung["rung"] for rung in everywhere["ladder"][:2]] == ["as it is", "recompute"]
+    assert [rung["rung"] for rung in everywhere["ladder"][:2]] == ["as it is", "selective recompute"]
 
 
 def test_an_8b_trains_on_half_a_million_tokens_of_one_gpu_if_the_host_has_room(cli):

@@ -14,7 +14,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PricedBatch
-from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
+from lengthwise.plan.space.search_space import DEFAULT_METHODS, RecomputeMode, SearchSpace, make_problem
 from lengthwise.sim.schedule_check import check_matching, operations
 from tests.plan.costs import make_batch
 
@@ -28,7 +28,7 @@ LENGTHS = [[96_000, *np.minimum(RNG.lognormal(9, 1, 24).astype(int) + 1, 60_000)
 def problem_of(recompute=RecomputeMode.AUTO):
     return make_problem(
         COST, cluster=CLUSTER, num_layers=SPEC.num_layers, max_length=100_000,
-        search_space=SearchSpace(offload=OffloadMode.NONE, recompute=recompute, tile_tokens=0),
+        search_space=SearchSpace(offload=OffloadMode.NONE, recompute=recompute, tile_tokens=0, methods=DEFAULT_METHODS),
         samples=[np.array(lengths) for lengths in LENGTHS],
     )  # fmt: skip
 
@@ -72,7 +72,7 @@ def test_levels_looked_at_by_halves_leave_no_scheme_out_of_the_bound(monkeypatch
     spec, cluster = model_preset("llama-13b"), cluster_preset("2x8xH100-80GB")
     problem = make_problem(
         AnalyticCost(model=spec, cluster=cluster), cluster=cluster, num_layers=spec.num_layers, max_length=100_000,
-        search_space=SearchSpace(), samples=[np.array(lengths) for lengths in LENGTHS],
+        search_space=SearchSpace(methods=DEFAULT_METHODS), samples=[np.array(lengths) for lengths in LENGTHS],
     )  # fmt: skip
     assert any(more.scheme.num_recomputed - fewer.scheme.num_recomputed > 6
                for more, fewer in next_fewer(problem.candidates).items() if more.num_stages > 1)  # fmt: skip

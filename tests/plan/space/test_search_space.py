@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
@@ -12,13 +12,16 @@ from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import stages_of
 from lengthwise.plan.space.search_space import (
+    DEFAULT_METHODS,
     NUM_SAMPLES,
+    SHARDED_METHODS,
     RecomputeMode,
     SearchSpace,
     first_batches,
     make_problem,
     sample_lengths,
 )
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 from tests.plan.costs import make_batch
 
 
@@ -100,3 +103,33 @@ def test_where_no_scheme_has_costs_the_reason_of_the_first_is_given():
             AnalyticCost(model=model, cluster=cluster), cluster=cluster, num_layers=model.num_layers, max_length=1000,
             search_space=space,
         )  # fmt: skip
+
+
+def test_gradients_of_weights_that_are_sharded_anyway_cannot_be_asked_for_in_shards():
+    sharding = {"shard_gradients": GradientSharding.ALL}
+    with pytest.raises(
+        InputError, match=r"plan.shard_gradients=all, and by metp, ulysses_z ranks hold shards of weight"
+    ):
+        SearchSpace(methods=(Method.METP, Method.ULYSSES_Z), **sharding)
+    assert SearchSpace(methods=(Method.METP, Method.RING), **sharding).has_whole_weights
+
+
+def with_methods(methods, *, max_length):
+    """Eight sequences of a Llama of 8B on three H100s, and the methods of the search space."""
+    spec, cluster, lengths = model_preset("llama-3-8b"), cluster_preset("1x3xH100-80GB"), (max_length,) * 8
+    space = SearchSpace(methods=methods, shard_gradients=GradientSharding.AUTO)
+    problem = make_problem(
+        AnalyticCost(model=spec, cluster=cluster), cluster=cluster, num_layers=spec.num_layers, max_length=max_length,
+        search_space=space, samples=[np.array(lengths)],
+    )  # fmt: skip
+    used = {method for candidate in problem.candidates for method in candidate.scheme.methods}
+    return Planner(policy="auto", problem=problem)(make_batch(lengths, 0)).time_s, used & set(SHARDED_METHODS)
+
+
+def test_methods_that_shard_weights_join_by_themselves_where_typical_steps_gain_by_them():
+    """Default methods hold 16,000 tokens too, with layers recomputed or on the host."""
+    default_s, used = with_methods(None, max_length=16_000)
+    assert Method.METP in used
+    assert default_s <= with_methods(SearchSpace().widest.methods, max_length=16_000)[0] * 1.001
+    assert default_s < 0.995 * with_methods(DEFAULT_METHODS, max_length=16_000)[0]
+    assert Method.METP not in with_methods(None, max_length=2_000)[1]

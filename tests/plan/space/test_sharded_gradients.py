@@ -18,7 +18,7 @@ from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.weight_shards import held_params
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.space.search_space import SearchSpace, make_problem
+from lengthwise.plan.space.search_space import DEFAULT_METHODS, SearchSpace, make_problem
 from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.plan.uniform.tune import tuning_batches
 from lengthwise.sim.engine import simulate
@@ -126,7 +126,7 @@ def test_they_join_where_they_pay_with_offload_or_tiles_alone():
     def plan_under(mode):
         problem = make_problem(
             AnalyticCost(model=spec, cluster=cluster), cluster=cluster, num_layers=spec.num_layers, max_length=25_000,
-            search_space=SearchSpace(shard_gradients=mode), samples=[np.array(lengths)],
+            search_space=SearchSpace(shard_gradients=mode, methods=DEFAULT_METHODS), samples=[np.array(lengths)],
         )  # fmt: skip
         return Planner(policy="auto", problem=problem)(batch)
 

@@ -53,7 +53,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     clock = SimpleNamespace(span=lambda kind, name: nullcontext())
     step = Step(run, plan, clock, attempt=0)
     for position in range(len(step._own)):
-        step._shards[position] = SimpleNamespace(is_finished=True, read_digest=1 << position, failed_on_host=False)
+        step._shards[position] = SimpleNamespace(is_finished=True, read_digest=1 << position, host_bytes=0)
     step._weighing.by_target += given.get("loss", 30.0)
     step._weighing.num_targets, step._weighing.uses = given.get("num_targets", 10), Uses.TARGETS
     step.failure = given.get("failure")

@@ -21,6 +21,8 @@ OCTAVES = 6
 """Lengths of the made-up step, where there is no sample: each half of the one before, twice as many of it."""
 PRECISION = 2e-4
 """Relative width at which the search for the seconds of a step ends."""
+PAYS = 0.005
+"""Share of the seconds of typical steps that further candidates have to save."""
 
 
 Tables = tuple[np.ndarray, np.ndarray]
@@ -111,6 +113,24 @@ class BalancedSteps:
         needed = np.where(fits, device_s, np.inf) / np.where(fits, left_s, 1.0)
         least = np.minimum(needed.min(axis=1), 2.0 * self._num_devices)
         return np.asarray((least * self._counts).sum(axis=1) > self._num_devices)
+
+
+def pays(
+    others: Sequence[Candidate],
+    candidates: Sequence[Candidate],
+    *,
+    num_devices: int,
+    max_length: int,
+    samples: Sequence[np.ndarray],
+) -> bool:
+    """Whether typical steps become faster by at least :data:`PAYS` if ``others`` join ``candidates``."""
+    if not others:
+        return False
+    longest = min(max_length, max(candidate.max_tokens for candidate in (*candidates, *others)))
+    steps = BalancedSteps(samples, num_devices=num_devices, longest=longest)
+    without = steps.under(candidates)
+    with_others = without.merged(steps.under(others))
+    return any(total_s(with_others) < (1 - PAYS) * total_s(without) for total_s in (steps.mixed_s, steps.equal_s))
 
 
 def _least(tables: Tables, others: Tables) -> Tables:

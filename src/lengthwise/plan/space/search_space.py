@@ -18,6 +18,7 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, 
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
+from lengthwise.plan.space.balanced_steps import pays
 from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, most_tokens, schemes_of, stages_of
 from lengthwise.plan.space.fewest_recomputed import with_fewest_recomputed
 from lengthwise.plan.space.memory_ladder import (
@@ -67,7 +68,7 @@ class SearchSpace:
     max_stages: int | None = None
     methods: tuple[Method, ...] | None = None
     """How devices share a layer; None: by ``DEFAULT_METHODS``, or by ``SHARDED_METHODS`` too, where the former do not
-    hold the longest sequence."""
+    hold the longest sequence, or typical steps gain by them."""
     recompute: RecomputeMode = RecomputeMode.AUTO
     degree: int | None = None
     """Exactly so many devices per stage."""
@@ -99,6 +100,16 @@ class SearchSpace:
                 raise InputError(f"{name} must be at least 1, not {limit}")
         if self.tile_tokens is not None and self.tile_tokens < 0:
             raise InputError(f"a tile has at least 1 token, or 0 for all, not {self.tile_tokens}")
+        if self.shard_gradients is GradientSharding.ALL and not self.has_whole_weights:
+            raise InputError(
+                f"{Setting.SHARD_GRADIENTS}=all, and by {', '.join(self.methods or ())} ranks hold shards of weights "
+                "and gradients anyway; leave it out"
+            )
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether several devices of a stage may hold whole weights."""
+        return any(WEIGHTS_OF.get(method) is not WeightPlacement.SHARDED for method in self.methods or DEFAULT_METHODS)
 
     @property
     def widest(self) -> "SearchSpace":
@@ -273,11 +284,18 @@ def _candidates(
         schemes = search_space.widest.schemes(num_layers, cluster)
         candidates = make(schemes)
     plain, candidates = candidates, candidates + add_rungs(schemes, candidates)
+
+    def with_rungs(others: Sequence[PipelineConfig]) -> tuple[Candidate, ...]:
+        return (made := make(others)) + add_rungs(others, made, beside=plain)
+
+    typical: dict[str, Any] = {"num_devices": cluster.num_devices, "max_length": max_length, "samples": samples}
+    if search_space.methods is None:
+        present = set(schemes)
+        more = [scheme for scheme in search_space.widest.schemes(num_layers, cluster) if scheme not in present]
+        if pays(others := with_rungs(more), candidates, **typical):
+            schemes, candidates = schemes + more, candidates + others
     if search_space.shard_gradients is GradientSharding.AUTO:
-        more, paying = paying_schemes(
-            schemes, candidates, lambda made: (base := make(made)) + add_rungs(made, base, beside=plain),
-            num_devices=cluster.num_devices, max_length=max_length, samples=samples,
-        )  # fmt: skip
+        more, paying = paying_schemes(schemes, candidates, with_rungs, **typical)
         schemes, candidates = schemes + more, candidates + paying
     candidates = with_split_backwards(candidates, search_space.zero_bubble)
     return schemes, with_slices(candidates, search_space.slices, samples=samples, max_length=max_length)

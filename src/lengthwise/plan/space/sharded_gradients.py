@@ -12,12 +12,9 @@ from enum import StrEnum
 import numpy as np
 
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
-from lengthwise.plan.space.balanced_steps import BalancedSteps
+from lengthwise.plan.space.balanced_steps import pays
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.memory_ladder import ComparedTimes, FastestOfFamily, family_of
-
-PAYS = 0.005
-"""Share of the seconds of typical steps that sharded gradients have to save."""
 
 
 class GradientSharding(StrEnum):
@@ -58,14 +55,8 @@ def paying_schemes(
     longest sequence otherwise, those join that do.
     """
     more, others = _sharded_families(schemes, candidates, make, max_length=max_length)
-    if not others:
-        return [], ()
-    longest = min(max_length, max(candidate.max_tokens for candidate in (*candidates, *others)))
-    steps = BalancedSteps(samples, num_devices=num_devices, longest=longest)
-    without = steps.under(candidates)
-    with_others = without.merged(steps.under(others))
-    saves = (total_s(with_others) < (1 - PAYS) * total_s(without) for total_s in (steps.mixed_s, steps.equal_s))
-    return (more, others) if any(saves) else ([], ())
+    joins = pays(others, candidates, num_devices=num_devices, max_length=max_length, samples=samples)
+    return (more, others) if joins else ([], ())
 
 
 def _sharded_families(

@@ -22,6 +22,11 @@ RESERVE = 0.02
 class HostMemoryError(MemoryError):
     """The host has no room for activations that a plan keeps there."""
 
+    def __init__(self, message: str, num_bytes: int) -> None:
+        """``num_bytes``: what was needed at least."""
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
 
 @dataclass(eq=False)
 class Block:
@@ -118,24 +123,25 @@ class HostBlocks:
         free_bytes, total_bytes = host_memory_bytes()
         reserve = RESERVE * total_bytes
         if self._limit_bytes is not None and needed > self._limit_bytes:
-            raise _no_room(self.num_bytes, f"which may take {self._limit_bytes / 2**30:.1f} GiB")
+            raise _no_room(self.num_bytes, needed, f"which may take {self._limit_bytes / 2**30:.1f} GiB")
         if free_bytes - reserve < self.block_bytes:
-            raise _no_room(self.num_bytes, f"and the host has {free_bytes / 2**30:.1f} GiB left")
+            raise _no_room(self.num_bytes, needed, f"and the host has {free_bytes / 2**30:.1f} GiB left")
         try:
             if self._pinned:
                 memory = host_memory.pinned_empty((self.block_bytes,), torch.uint8)
             else:
                 memory = host_memory.host_empty(self.block_bytes, torch.uint8)
         except RuntimeError as error:
-            raise _no_room(self.num_bytes, "and the host gives no more") from error
+            raise _no_room(self.num_bytes, needed, "and the host gives no more") from error
         self.num_blocks += 1
         return Block(memory)
 
 
-def _no_room(num_bytes: int, limit: str) -> HostMemoryError:
+def _no_room(num_bytes: int, needed: int, limit: str) -> HostMemoryError:
     return HostMemoryError(
         f"activations in host memory take {num_bytes / 2**30:.1f} GiB and need more, {limit}; offload fewer layers, or "
-        "recompute those that are offloaded"
+        "recompute those that are offloaded",
+        needed,
     )
 
 

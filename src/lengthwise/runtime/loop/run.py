@@ -284,9 +284,9 @@ class Run(WatchedModel):
             self.log_on_first_rank("%s; from now on forwards keep nothing until all are done", reason)
             return
         if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
-            way_out = "recompute layers that are offloaded" if failed.on_host else "lower max_length or memory_gib"
+            way_out = failed.way_out or "lower max_length or memory_gib, or "
             raise InfeasibleError(
-                f"{reason}, after {step.attempt + 1} plans; {way_out}, or use more devices",
+                f"{reason}, after {step.attempt + 1} plans; {way_out}use more devices",
                 what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}", value=pack.num_tokens,
                 unit="tokens",
             )  # fmt: skip

@@ -41,11 +41,11 @@ class OwnUpdate:
             CheckError: ranks are at different operations.
         """
         fingerprint, is_changed = self.weights
-        failed_on_host = any(shard.failed_on_host for shard in self.shards.values())
+        host_bytes = max((shard.host_bytes for shard in self.shards.values()), default=0)
         values = [
             bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
             int(is_changed), bits_of(self.lr), *read_digests(self.micro_batches, self.shards),
-            bits_of(self.weighing.direct), int(self.weighing.uses), int(failed_on_host), int(self.has_late_gradients),
+            bits_of(self.weighing.direct), int(self.weighing.uses), host_bytes, int(self.has_late_gradients),
             *self._num_computed(world.rank),
         ]  # fmt: skip
         reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
@@ -90,8 +90,8 @@ def not_computed(reports: RankReports, plan: StepPlan) -> str:
 def failures_of(reports: RankReports) -> tuple[MicroBatchFailure, ...]:
     """The micro-batches for which ranks had too little memory."""
     return tuple(
-        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index, on_host=bool(on_host))
-        for rank, (pipeline, index, on_host) in enumerate(zip(*map(reports.column, (2, 3, 13))))
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index, host_bytes=host_bytes)
+        for rank, (pipeline, index, host_bytes) in enumerate(zip(*map(reports.column, (2, 3, 13))))
         if pipeline >= 0
     )
 
@@ -99,8 +99,7 @@ def failures_of(reports: RankReports) -> tuple[MicroBatchFailure, ...]:
 def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     """Say which rank ran out of memory, and with how many tokens."""
     pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
-    memory = "host memory" if failure.on_host else "memory"
-    return f"step {plan.step}: rank {failure.rank} ran out of {memory} in a micro-batch of {pack.num_tokens:,} tokens"
+    return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
 def read_digests(own: OwnMicroBatches, shards: Mapping[int, PackShard]) -> list[int]:

@@ -181,7 +181,7 @@ class WeightPhaseRun:
     def _failure(self, operation: Operation, error: Exception) -> MicroBatchFailure:
         return MicroBatchFailure(
             rank=self._world.rank, pipeline=operation.pipeline, micro_batch=operation.micro_batch,
-            on_host=isinstance(error, HostMemoryError),
+            host_bytes=error.num_bytes if isinstance(error, HostMemoryError) else 0,
         )  # fmt: skip
 
     def _forward(self, operation: Operation) -> None:
@@ -334,12 +334,9 @@ def out_of_memory(plan: StepPlan, failure: MicroBatchFailure) -> InfeasibleError
     planned = plan.pipelines[failure.pipeline]
     micro_batch = planned.micro_batches[failure.micro_batch]
     num_tokens, scheme = micro_batch.pack.num_tokens, planned.scheme_of(micro_batch)
-    memory, way_out = "memory", ""
-    if failure.on_host:
-        memory, way_out = "host memory", "offload fewer layers, or recompute those that are offloaded; or "
     return InfeasibleError(
-        f"step {plan.step}: rank {failure.rank} ran out of {memory} in a micro-batch of {num_tokens:,} tokens under "
-        f"scheme {scheme.name}; {way_out}lower {Setting.MAX_TOKENS}, or use more devices",
+        f"step {plan.step}: {failure.text} in a micro-batch of {num_tokens:,} tokens under scheme {scheme.name}; "
+        f"{failure.way_out}lower {Setting.MAX_TOKENS}, or use more devices",
         what=f"micro-batch {failure.micro_batch} of pipeline {failure.pipeline}", value=num_tokens, unit="tokens",
     )  # fmt: skip
 

@@ -210,11 +210,11 @@ def update_or_skip(
 
 def _shared_failures(own: list[MicroBatchFailure], world: DistContext) -> tuple[MicroBatchFailure, ...]:
     """Where ranks ran out of memory, the same on all of them; one all-gather."""
-    places = [(failure.pipeline, failure.micro_batch, failure.on_host) for failure in own] or [(-1, -1, False)]
+    places = [(failure.pipeline, failure.micro_batch, failure.host_bytes) for failure in own] or [(-1, -1, 0)]
     rows = gather_rows(torch.tensor(places[0], dtype=torch.int64, device=world.device)).tolist()
     return tuple(
-        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=micro_batch, on_host=bool(on_host))
-        for rank, (pipeline, micro_batch, on_host) in enumerate(rows)
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=micro_batch, host_bytes=host_bytes)
+        for rank, (pipeline, micro_batch, host_bytes) in enumerate(rows)
         if pipeline >= 0
     )
 

@@ -143,8 +143,8 @@ class PackShard:
     """Of the micro-batch whose backward is this rank's last in the step, or whose gradients are reduced to shares."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
-    failed_on_host: bool = False
-    """It was host memory, for activations that are offloaded."""
+    host_bytes: int = 0
+    """Host memory that offloaded activations needed at least, where that ran out."""
     gathers: list[Tensor] = field(default_factory=list)
     """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
     alone: Callable[[int], Any] | None = None
@@ -288,7 +288,7 @@ class PackShard:
 
     def note_out_of_memory(self, error: Exception) -> None:
         """Record that this rank ran out of memory, of its device or of its host."""
-        self.has_failed, self.failed_on_host = True, isinstance(error, HostMemoryError)
+        self.has_failed, self.host_bytes = True, error.num_bytes if isinstance(error, HostMemoryError) else 0
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer saves only its input and is computed again in the backward."""
