@@ -6,7 +6,7 @@ import pytest
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.space.balanced_steps import CLASSES, BalancedSteps
+from lengthwise.plan.space.balanced_steps import CLASSES, BalancedSteps, pays
 from lengthwise.plan.space.candidate import make_candidates, schemes_of
 
 MODEL, CLUSTER = model_preset("llama-7b"), cluster_preset("1x8xH100-80GB")
@@ -33,16 +33,16 @@ def share_s(candidate, length):
 
 def test_pipelines_of_one_device_share_the_work_evenly():
     steps, alone = steps_of([4096] * 64), candidates_of(degrees=(1,), stages=(1,))
-    assert steps.mixed_s(steps.under(alone)) == pytest.approx(8 * min(share_s(k, 4096) for k in alone), rel=NEAR)
-    assert steps.equal_s(steps.under(alone)) == pytest.approx(8 * min(share_s(k, 4096) for k in alone))
+    assert steps.mixed_s(steps.under(alone)).sum() == pytest.approx(8 * min(share_s(k, 4096) for k in alone), rel=NEAR)
+    assert steps.under(alone).equal_s.sum() == pytest.approx(8 * min(share_s(k, 4096) for k in alone))
 
 
 def test_nobody_fills_the_bubble_of_a_sequence_that_takes_the_whole_step():
     (*_, staged) = candidates_of(degrees=(1,), stages=(2,))
     steps = steps_of([16_384])
     alone_s = 2 * (staged.times_s(np.array([16_384]))[0] + staged.overhead_s)
-    assert steps.mixed_s(steps.under([staged])) == pytest.approx(alone_s, rel=NEAR)
-    assert steps.equal_s(steps.under([staged])) == pytest.approx(alone_s)
+    assert steps.mixed_s(steps.under([staged])).sum() == pytest.approx(alone_s, rel=NEAR)
+    assert steps.under([staged]).equal_s.sum() == pytest.approx(alone_s)
 
 
 def test_more_candidates_make_no_step_slower_and_tables_add_up():
@@ -52,8 +52,9 @@ def test_more_candidates_make_no_step_slower_and_tables_add_up():
     for number in range(1, len(every)):
         some, others = steps.under(every[:number]), steps.under(every[number:])
         whole = steps.under(every)
-        for seconds in (steps.mixed_s, steps.equal_s):
-            assert seconds(some.merged(others)) == seconds(whole) <= seconds(some) * (1 + NEAR)
+        for seconds in (steps.mixed_s, lambda of: of.equal_s):
+            merged_s, some_s = seconds(some.merged(others)), seconds(some)
+            assert (merged_s == seconds(whole)).all() and (merged_s <= some_s * (1 + NEAR)).all()
 
 
 def test_a_step_takes_for_ever_where_no_candidate_holds_the_longest_sequence():
@@ -61,8 +62,18 @@ def test_a_step_takes_for_ever_where_no_candidate_holds_the_longest_sequence():
     within, beyond = steps_of([100], held.max_tokens), steps_of([100], held.max_tokens + 1)
     for steps, is_finite in ((within, True), (beyond, False)):
         under = steps.under([held])
-        assert np.isfinite(steps.mixed_s(under)) == np.isfinite(steps.equal_s(under)) == is_finite
-    assert beyond.mixed_s(beyond.under([])) == np.inf
+        assert np.isfinite(steps.mixed_s(under)) == np.isfinite(under.equal_s) == [is_finite]
+    assert beyond.mixed_s(beyond.under([])) == [np.inf]
+
+
+def test_others_pay_where_many_steps_gain_beside_one_giant():
+    """One device each is faster for short sequences, and does not hold the giant."""
+    slow, fast = candidates_of(degrees=(8,), stages=(1,)), candidates_of(degrees=(1,), stages=(1,))
+    giant, short = np.array([slow[-1].max_tokens]), np.full(64, 512)
+    options = {"num_devices": 8, "max_length": int(giant[0])}
+    assert pays(fast, slow, samples=[giant, *[short] * 4], **options)
+    assert not pays(fast, slow, samples=[giant], **options) and not pays((), slow, samples=[giant], **options)
+    assert not pays(slow[:1], slow, samples=[short], **options)
 
 
 def test_without_samples_a_step_of_halves_of_the_longest_length_is_made_up():

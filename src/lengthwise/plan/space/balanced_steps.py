@@ -76,24 +76,21 @@ class BalancedSteps:
                 np.minimum(equal_s, np.maximum(spread_s, alone_s) + waiting_s, out=equal_s)
         return StepSeconds(groups=groups, equal_s=equal_s)
 
-    def equal_s(self, seconds: StepSeconds) -> float:
-        """Seconds of all steps, each on equal pipelines of one candidate."""
-        return float(seconds.equal_s.sum())
-
-    def mixed_s(self, seconds: StepSeconds) -> float:
-        """Seconds of all steps where each sequence runs as whatever is best for it.
+    def mixed_s(self, seconds: StepSeconds) -> np.ndarray:
+        """[P] seconds of each step where each sequence runs as whatever is best for it.
 
         Infinite where the longest fits nowhere.
         """
+        nowhere = np.full(len(self._counts), np.inf)
         if not seconds.groups:
-            return np.inf
+            return nowhere
         devices, stages = (np.array(column)[:, None] for column in zip(*seconds.groups))
         work_s, alone_s = (np.stack(column) for column in zip(*seconds.groups.values()))
         fits = np.isfinite(alone_s)
         waiting_s = np.where(fits, stages - 1, 0.0) * np.where(fits, alone_s, 0.0)
         least_s = (alone_s + waiting_s).min(axis=0)
         if least_s[-1] == np.inf:
-            return np.inf
+            return nowhere
         low_s = np.maximum(self._counts @ (devices * work_s).min(axis=0) / self._num_devices, least_s[self._last])
         high_s = low_s.copy()
         while (short := self._needs_more(high_s, devices * work_s, alone_s, waiting_s)).any():
@@ -102,7 +99,7 @@ class BalancedSteps:
             middle_s = (low_s + high_s) / 2
             short = self._needs_more(middle_s, devices * work_s, alone_s, waiting_s)
             low_s, high_s = np.where(short, middle_s, low_s), np.where(short, high_s, middle_s)
-        return float(high_s.sum())
+        return high_s
 
     def _needs_more(
         self, time_s: np.ndarray, device_s: np.ndarray, alone_s: np.ndarray, waiting_s: np.ndarray
@@ -123,14 +120,27 @@ def pays(
     max_length: int,
     samples: Sequence[np.ndarray],
 ) -> bool:
-    """Whether typical steps become faster by at least :data:`PAYS` if ``others`` join ``candidates``."""
+    """Whether typical steps become faster by at least :data:`PAYS` if ``others`` join ``candidates``: all of them
+    together, or each on average, as one with a giant takes longer than many.
+    """
     if not others:
         return False
     longest = min(max_length, max(candidate.max_tokens for candidate in (*candidates, *others)))
     steps = BalancedSteps(samples, num_devices=num_devices, longest=longest)
     without = steps.under(candidates)
     with_others = without.merged(steps.under(others))
-    return any(total_s(with_others) < (1 - PAYS) * total_s(without) for total_s in (steps.mixed_s, steps.equal_s))
+    mixed_s, equal_s = (
+        (steps.mixed_s(without), steps.mixed_s(with_others)),
+        (without.equal_s, with_others.equal_s),
+    )
+    return any(_gain(*step_s) > PAYS for step_s in (mixed_s, equal_s))
+
+
+def _gain(before_s: np.ndarray, after_s: np.ndarray) -> float:
+    """The share of the seconds of all steps, or on average of each, that is saved; 1 where nothing held them before."""
+    if not np.isfinite(before_s).all():
+        return float(np.isfinite(after_s).sum() > np.isfinite(before_s).sum())
+    return 1 - float(min(after_s.sum() / before_s.sum(), (after_s / before_s).mean()))
 
 
 def _least(tables: Tables, others: Tables) -> Tables:

@@ -289,14 +289,14 @@ def _candidates(
         return (made := make(others)) + add_rungs(others, made, beside=plain)
 
     typical: dict[str, Any] = {"num_devices": cluster.num_devices, "max_length": max_length, "samples": samples}
+    if search_space.shard_gradients is GradientSharding.AUTO:
+        more, paying = paying_schemes(schemes, candidates, with_rungs, **typical)
+        schemes, candidates = schemes + more, candidates + paying
     if search_space.methods is None:
         present = set(schemes)
         more = [scheme for scheme in search_space.widest.schemes(num_layers, cluster) if scheme not in present]
         if pays(others := with_rungs(more), candidates, **typical):
             schemes, candidates = schemes + more, candidates + others
-    if search_space.shard_gradients is GradientSharding.AUTO:
-        more, paying = paying_schemes(schemes, candidates, with_rungs, **typical)
-        schemes, candidates = schemes + more, candidates + paying
     candidates = with_split_backwards(candidates, search_space.zero_bubble)
     return schemes, with_slices(candidates, search_space.slices, samples=samples, max_length=max_length)
 
