@@ -313,3 +313,8 @@ def losses_under_autocast(is_around_loop):
 
 def test_autocast_around_the_whole_loop_computes_with_weights_as_they_are_now():
     assert losses_under_autocast(True) == pytest.approx(losses_under_autocast(False), rel=1e-4)
+
+
+def test_steps_and_epochs_are_not_given_both():
+    with pytest.raises(InputError, match=r"epochs=1: steps=10 says already how long"):
+        lw.prepare(models.gpt(), models.rows(), steps=10, epochs=1, cost=models.mixed_cost(), memory_gib=40)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lengthwise.core.atomic_write import write_text
+from lengthwise.core.cache_folder import cache_folder
 
 _MARK = "made_by_this_user"
 
@@ -47,8 +48,8 @@ def _code(compiler: Path, secret: bytes) -> str:
 
 def _secret() -> bytes:
     """The secret of this user, made at first use; where no home can keep it, one for this process alone."""
-    file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise" / "secret"
-    with suppress(OSError, RuntimeError):
+    file = cache_folder() / "secret"
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)

@@ -14,6 +14,7 @@ from uuid import uuid4
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
 from lengthwise.core.errors import missing_package
+from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.processes import check_processes
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
 
 STOPPED_AFTER_S = 30
 """After so long torchrun kills ranks that have not ended by themselves after another rank had failed."""
+NO_SIGNAL = "SIGSYS"
+"""One that nobody sends: torchrun wants some to handle, and all others are handled here or end the launcher, without
+which ranks save and end.
+"""
 MOST_RANKS = 1024
 """Of one machine."""
 
@@ -51,7 +56,7 @@ class LaunchOutcome:
 
 def is_rank() -> bool:
     """Whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return has_rank()
 
 
 def prefer_expandable_segments() -> None:
@@ -94,6 +99,7 @@ def torchrun(
         Preempted: SIGTERM or SIGHUP came, and there is no ``on_stop``.
         KeyboardInterrupt: SIGINT came; the ranks have ended.
     """
+    rank_and_size()
     check_nproc(nproc)
     check_torch()
     from torch.distributed import run as torch_run
@@ -104,8 +110,9 @@ def torchrun(
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say what went wrong
     with TemporaryDirectory(prefix="lengthwise-", ignore_cleanup_errors=True) as folder:
         os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), LAUNCHER_FOLDER_VARIABLE: folder, **(variables or {})})
+        os.environ.setdefault("PYTHONSAFEPATH", "1")  # no file of the current folder stands for a library's module
         command = ["--rdzv-backend", meet_on_loopback(), "--rdzv-id", uuid4().hex, "--log-dir", folder]
-        command += ["--signals-to-handle", "SIGQUIT", "--max-restarts", str(max_restarts)]
+        command += ["--signals-to-handle", NO_SIGNAL, "--max-restarts", str(max_restarts)]
         command += ["--nnodes", "1", "--nproc-per-node", str(nproc), "-m", "lengthwise", *arguments]
         with SignalsOfRanks(on_stop) as signals:
             try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
+from pydantic import ConfigDict, Field, SkipValidation, ValidationError, ValidationInfo, field_validator
 
 from lengthwise.config.choices import (
     HeldWeights,
@@ -141,6 +141,13 @@ class PrepareOptions(
     an item is read when it is needed. (In a configuration, plan.workers are processes that plan ahead.)"""
     verbose: bool = True
     """Whether the first rank prints what was found and measured."""
+
+    @field_validator("epochs")
+    @classmethod
+    def _decide_where_steps_do_not(cls, epochs: int, info: ValidationInfo) -> int:
+        if (steps := info.data.get("steps")) is not None:
+            raise ValueError(f"steps={steps} says already how long to train; give one of the two")
+        return epochs
 
     @field_validator("optimizer", mode="before")
     @classmethod

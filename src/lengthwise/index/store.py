@@ -211,7 +211,8 @@ def read_info(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"the index at {path} is half-written; run the same `lengthwise index` command again to finish it"
             )
-        raise InputError(f"no index at {path}; make one with: lengthwise index SRC --out {path}")
+        where = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
+        raise InputError(f"no index at {path}{where}; make one with: lengthwise index SRC --out {path}")
     info = read_json(file, what="that of an index")
     if not isinstance(info, dict) or "schema_version" not in info:
         raise InputError(f"{file} is not that of an index; index again with --restart, or choose another folder")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.cache_folder import cache_folder
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import AS_PREPARED, LayerRow, LayerTable, LayerVariant
 from lengthwise.core.lengths import LengthIndex
@@ -15,14 +16,13 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.profile.fingerprint import find_table, identity_of
+from lengthwise.runtime.profile.fingerprint import find_table, identity_of, keep_table
 from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from lengthwise.runtime.profile.validate import check_prediction
 from lengthwise.session.state_placement import is_on_host
 
 _log = logging.getLogger("lengthwise")
 
-CACHE = Path("~/.cache/lengthwise")
 CHECKED_S = 2.0
 """Seconds of a micro-batch of the whole model that is worth computing to check a prediction."""
 
@@ -31,7 +31,7 @@ def profile_path(run: PreparedModel, options: PrepareOptions) -> Path:
     """Where the run's measurements are kept: where the user says, or under their digest."""
     if options.profile is not None:
         return Path(options.profile)
-    return CACHE.expanduser() / f"{identity_of(run).digest}.json"
+    return cache_folder() / f"{identity_of(run).digest}.json"
 
 
 def find_cost(
@@ -118,7 +118,7 @@ def with_rows(
     """The costs with more rows, which are saved with the others."""
     table = replace(cost.table, rows=(*cost.table.rows, *rows))
     if rows and options.cost is None and prepared.world.is_first:
-        table.save(profile_path(prepared, options))
+        keep_table(table, profile_path(prepared, options))
     return cost.with_table(table)
 
 

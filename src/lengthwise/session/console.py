@@ -4,10 +4,13 @@ Consoles print text as it is: rich's markup is off in messages, tables and progr
 and other libraries' errors may hold brackets. Other modules get their consoles here and never make their own.
 """
 
+import io
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,14 +75,38 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+class LastingStream(io.TextIOWrapper):
+    """A stream of messages whose reader may go, as ``tee`` does at a Ctrl-C: what comes after is thrown away."""
+
+    def write(self, text: str, /) -> int:
+        """Write ``text``, or nothing if nobody reads it."""
+        return self._unless_broken(partial(super().write, text)) or len(text)
+
+    def flush(self) -> None:
+        """Flush, unless nobody reads it."""
+        self._unless_broken(super().flush)
+
+    def _unless_broken(self, call: Callable[[], int | None]) -> int | None:
+        try:
+            return call()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return None
+
+
 def prepare_streams() -> None:
-    """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is escaped."""
+    """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is escaped. What
+    nobody reads on stderr ends nothing.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    if type(sys.stderr) is io.TextIOWrapper:
+        encoding = sys.stderr.encoding
+        sys.stderr = LastingStream(sys.stderr.detach(), encoding, "backslashreplace", line_buffering=True)
 
 
 def _console(*, to_stderr: bool) -> "Console":

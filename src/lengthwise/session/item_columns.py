@@ -8,9 +8,9 @@ import torch
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.index.readers.document import LOSS_MASKS
+from lengthwise.runtime.wrap.forward_arguments import POSITIONS as POSITION_ARGUMENTS
+from lengthwise.runtime.wrap.forward_arguments import TARGETS as TARGET_ARGUMENTS
 from lengthwise.runtime.wrap.forward_arguments import TOKENS as TOKEN_ARGUMENTS
-from lengthwise.runtime.wrap.wrapped_model import POSITIONS as POSITION_ARGUMENTS
-from lengthwise.runtime.wrap.wrapped_model import TARGETS as TARGET_ARGUMENTS
 from lengthwise.session.item_values import ExpectedColumns, ItemRow, as_array, first_leaf, is_mapping, without_padding
 from lengthwise.session.packed_rows import sequence_bounds
 from lengthwise.session.sequence_units import joined, members_of

@@ -51,6 +51,8 @@ def check_can_share(wrapped_model: WrappedModel, collator: PackCollator, options
         )
     elif wrapped_model.objective != NEXT_TOKEN or not wrapped_model.labels.shifts:
         reason = f"{name} learns from each token's own label, and shared tokens would learn from several"
+    elif wrapped_model.labels.is_in_module:
+        reason = f"the forward of {name} shifts labels itself; have it take the token after each token instead"
     elif wrapped_model.by_sequence is not None:
         reason = f"{name} is computed sequence by sequence"
     elif options.workers:

@@ -387,3 +387,18 @@ def frozen_run(trained):  # type: ignore[no-untyped-def]
         parameter.requires_grad_(trained in name)
     table = measure(prepared(model), longest=64, degrees=[1, 2], effort=ProfilingEffort(repeats=1))
     return [(row.degree, row.backward_s, row.kept_bytes) for row in table.rows]
+
+
+def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path):
+    (tmp_path / "file").write_text("")
+    run, told, handler = run_of("gpt", num_layers=2), list[str](), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lengthwise").addHandler(handler)
+    path = tmp_path / "file" / "profile.json"
+    table, was_found = find_table(
+        run, path, lambda: measure(run, longest=32, degrees=[1], effort=ProfilingEffort(repeats=1)), longest=32,
+        degrees=[1],
+    )  # fmt: skip
+    logging.getLogger("lengthwise").removeHandler(handler)
+    assert table.rows and not was_found
+    assert any("cannot be kept in" in words and "Not a directory" in words for words in told)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.errors import CommunicationError, InputError, Setting
+from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
@@ -76,7 +77,7 @@ class DistContext:
 
 def under_torchrun() -> bool:
     """Whether this process is a rank that torchrun started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return has_rank()
 
 
 def start_world(device: str = "auto", *, timeout_s: float | None = None) -> DistContext:
@@ -86,10 +87,12 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Dist
     or for collectives over all ranks what whoever started torch.distributed before has set.
 
     Raises:
-        InputError: CUDA is asked for and not there, there are more local ranks than GPUs, or ranks were started
-            differently: on other devices, or with other versions of torch or this library.
+        InputError: CUDA is asked for and not there, there are more local ranks than GPUs, a launcher's variables
+            contradict one another, or ranks were started differently: on other devices, or with other versions of torch
+            or this library.
         CommunicationError: some rank did not come within the limit.
     """
+    rank_and_size()  # or an error that says what is wrong with the launcher's variables
     kind = _device_kind(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if kind == "cuda":
@@ -127,7 +130,7 @@ def _join(kind: str, timeout: timedelta) -> None:
     if not under_torchrun():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_and_size()
     store = _meeting_place(timeout)
     started = {"device": kind, "torch": torch.__version__, "lengthwise": __version__, "number of ranks": size}
     with CollectiveWait("meeting of the ranks"):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lengthwise.core.atomic_write import reason
 from lengthwise.core.errors import InputError
 from lengthwise.core.head_split import shared_by
 from lengthwise.core.layer_profile import Identity, LayerTable
@@ -84,16 +85,30 @@ def find_table(
         return LayerTable.of_document(document), True
     table = make()
     if run.world.is_first:
-        table.save(path)
+        keep_table(table, path)
     return table, False
+
+
+def keep_table(table: LayerTable, path: Path) -> None:
+    """Write a profile for later runs; where it cannot be written, say so and go on."""
+    try:
+        table.save(path)
+    except OSError as error:
+        _log.warning(
+            "what was measured cannot be kept in %s (%s), and is measured again in the next run; give profile= a file "
+            "that can be written",
+            path, reason(error),
+        )  # fmt: skip
 
 
 def _read(path: Path, identity: Identity, longest: int, shared: Sequence[tuple[int, str]]) -> LayerTable | str | None:
     """Return the saved table, an error message, or None if a table has to be measured."""
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         table = LayerTable.load(path)
+    except OSError:
+        return None  # nobody may look there
     except InputError as error:
         return str(error)
     differences = identity.differences(table.identity)

@@ -108,6 +108,11 @@ class CheckpointSaver:
         """Whether a checkpoint could not be written; :meth:`wait` says why."""
         return self._error is not None
 
+    def connect(self) -> HostGroup:
+        """Make the group by which ranks agree, unless there is one; early, it needs no launcher later on."""
+        self._group = self._group or HostGroup(self._state.world.timeout)
+        return self._group
+
     def save(self, extra: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after ``extra["step"]`` steps, when the one before is complete; ``wait``: until this is.
 
@@ -115,10 +120,10 @@ class CheckpointSaver:
             LengthwiseError: as :meth:`wait`.
         """
         self.wait()
-        self._group = self._group or HostGroup(self._state.world.timeout)
+        group = self.connect()
         self.step = extra["step"]
         shares, document = contents(self._state), {**_description(self._state), **extra}
-        self._thread = Thread(target=self._run, args=(self._group, shares, document), name="checkpoint", daemon=True)
+        self._thread = Thread(target=self._run, args=(group, shares, document), name="checkpoint", daemon=True)
         self._thread.start()
         if wait:
             self.wait()

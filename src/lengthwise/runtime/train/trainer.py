@@ -133,6 +133,7 @@ class TrainingLoop:
     def _fit(self) -> None:
         stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
         self.engine.begin()
+        self._saver.connect()
         writers = self._writers()
         self._counted(self.stream.state_dict())
         stop.begin_steps()

@@ -1,5 +1,6 @@
-"""Find out from calls of a transformers model how its loss uses labels."""
+"""Find out from calls of a model how its loss uses labels."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +8,19 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.verify.stock_call import pack_of, shard_for
+from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.forward_arguments import TARGETS
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 SAME = 1e-4
 """Relative difference of two losses that rounding explains, in float32 and above; in half precision 100 times that."""
+FEWEST = 3
+"""Tokens of a sequence from which a module's use of labels is found out."""
 
 
 def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
@@ -21,8 +29,11 @@ def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
     A model that fails, or whose loss is none of these, is taken for the usual kind; the check before training decides.
     """
     usual, wrapped_model = LabelConvention(), run.wrapped_model
-    if not wrapped_model.uses_labels or wrapped_model.objective != NEXT_TOKEN:
+    if wrapped_model.objective != NEXT_TOKEN:
         return usual
+    if not wrapped_model.uses_labels:
+        is_module = not wrapped_model.structure.is_hugging_face and bool((tokens != tokens[0]).any())
+        return replace(usual, is_in_module=is_module and _shifts(run, tokens))
     first = torch.full_like(tokens, IGNORE)
     first[0] = tokens[0]
     shifted = torch.cat([tokens[1:], first.new_full((1,), IGNORE)])
@@ -43,6 +54,40 @@ def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
     if _is_same(loss_of_logits(expected, shifted[None]), expected.loss):
         return replace(usual, takes_shifted=False)
     return usual
+
+
+def _shifts(run: PreparedModel, tokens: Tensor) -> bool:
+    """Whether the loss of a user's module depends on the last label it is given, and not on the first one."""
+    wrapped_model, pack = run.wrapped_model, pack_of(run, (len(tokens),))
+    micro_batch = run.make(shard_for(run, pack, run.alone), pack)
+    inputs = wrapped_model.stock_inputs_of(micro_batch)
+    name = next((name for name in TARGETS if name in inputs), None)
+    if name is None or len(tokens) < FEWEST or wrapped_model.make_inputs is not None:
+        return False
+    usual, without_first, without_last = (_loss(run, micro_batch, inputs | {name: x[None]}) for x in _labels(tokens))
+    if usual is None or without_first is None or without_last is None or usual.isnan().any():
+        return False
+    return torch.equal(usual, without_first) and not torch.equal(usual, without_last)
+
+
+def _labels(tokens: Tensor) -> Iterator[Tensor]:
+    """Labels that are all tokens of the sequence; the same but for the first, and but for the last."""
+    yield tokens
+    for place in (0, -1):
+        others = tokens[tokens != tokens[place]]
+        yield tokens.scatter(0, torch.tensor([place % len(tokens)]).to(tokens.device), others[:1])
+
+
+def _loss(run: PreparedModel, micro_batch: MicroBatch, inputs: dict[str, Any]) -> Tensor | None:
+    """The loss of a call of the model; None if it fails, or returns none."""
+    devices = [run.world.device] if run.world.device.type == "cuda" else []
+    with torch.no_grad(), run.wrapped_model.plain(), run.gathered(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        try:
+            with active(micro_batch.shard):
+                return run.wrapped_model.loss_of(run.model(**inputs), micro_batch)
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, InputError):
+            return None
 
 
 def _call(run: PreparedModel, tokens: Tensor, labels: Tensor, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synthetic
@@ -31,7 +32,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         with synthetic(run, LENGTHS), RefuseParameterWrites(run.model):
             if labels is not None:
                 run.wrapped_model.labels = labels
-            elif run.wrapped_model.uses_labels:
+            elif run.wrapped_model.objective == NEXT_TOKEN:
                 tokens = torch.from_numpy(run.collator.source.tokens(0).astype(np.int64))
                 run.wrapped_model.labels = learn_labels(run, tokens.to(run.world.device))
         run.collator = replace(

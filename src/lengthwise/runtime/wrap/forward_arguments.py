@@ -7,7 +7,9 @@ from torch import Tensor
 from lengthwise.core.errors import InputError
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
-"""Names that a forward may give to the argument that has the tokens."""
+TARGETS = ("labels", "targets", "target", "y")
+POSITIONS = ("position_ids", "positions", "input_pos", "pos")
+"""Names that a forward may give to the arguments that have the tokens, what they predict and where they are."""
 
 
 def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_slots: int) -> None:

@@ -1,9 +1,12 @@
-"""The convention by which a transformers model computes its loss from labels, learned from calls of it.
+"""The convention by which a model computes its loss from labels, learned from calls of it.
 
 Most classes for causal language models predict label i + 1 from token i, so their users give each token its own label.
 Some, such as BartForCausalLM, predict label i from token i: their users shift labels themselves. Of the first, many
 take labels that are shifted already (``shift_labels``), which a shard needs, whose last target is on the next rank; for
 the others the loss is made from the logits.
+
+Modules of users are given the token after each token as its target, under whichever name; those that shift what they
+get, as transformers models do, are given each token's own label.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,8 @@ class LabelConvention:
     """Whether the token before it predicts a label."""
     takes_shifted: bool = True
     """Whether it takes labels that are shifted already."""
+    is_in_module: bool = False
+    """Whether it is a user's own module that shifts labels, where others are given the token after each token."""
 
 
 def loss_of_logits(output: Any, targets: Tensor) -> Tensor:

@@ -168,6 +168,14 @@ class MicroBatch:
         labels_T[labels_T == self._collator.ignore_index] = IGNORE
         return self.own(labels_T)
 
+    @property
+    def targets_to_shift(self) -> Tensor:
+        """[t] int64: each token's own label, for modules that shift labels themselves; that of a sequence's first
+        token, which none predicts, and of those without a loss is ``ignore_index``.
+        """
+        labels = self.unshifted_labels.masked_fill(self.shard.positions == 0, IGNORE)
+        return labels.masked_fill(labels == IGNORE, self._collator.ignore_index)
+
     @cached_property
     def passed(self) -> dict[str, Tensor]:
         """Further columns of the items by name, with one value for each slot of this rank: [t, ...]."""

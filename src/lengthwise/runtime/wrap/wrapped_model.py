@@ -22,7 +22,7 @@ from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
-from lengthwise.runtime.wrap.forward_arguments import TOKENS, check_arguments
+from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS, check_arguments
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
@@ -45,10 +45,6 @@ from lengthwise.runtime.wrap.structure import find_structure
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
-
-TARGETS = ("labels", "targets", "target", "y")
-POSITIONS = ("position_ids", "positions", "input_pos", "pos")
-"""Names that arguments of a forward go by."""
 
 LossOf = Callable[[Any, MicroBatch], Tensor]
 MakeInputs = Callable[[MicroBatch], dict[str, Any]]
@@ -85,7 +81,7 @@ class WrappedModel:
         self.model, self.objective = model, objective
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
-        self._is_frozen, self._loss, self._inputs, self.keeps_output = is_frozen, loss, inputs, False
+        self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels = LabelConvention()
         """The label convention of a transformers model."""
         self._plain, self.next_step = 0, 0  # the step that its weights are for, counted by the run
@@ -243,15 +239,16 @@ class WrappedModel:
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the forward for a micro-batch."""
-        if self._inputs is not None:
-            return self._inputs(micro_batch)
+        if self.make_inputs is not None:
+            return self.make_inputs(micro_batch)
         if self.by_sequence is None:
             return self._inputs_of_pack(micro_batch)
         without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
         return self.stock_inputs_of(micro_batch) | without_cache
 
     def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
+        targets = micro_batch.targets_to_shift if self.labels.is_in_module else micro_batch.targets
+        tokens, targets, positions = (x[None] for x in (micro_batch.tokens, targets, micro_batch.positions))
         if self.structure.is_hugging_face:
             targets = micro_batch.labels[None]
             inputs: dict[str, Any] = {"input_ids": tokens, "labels": targets}
@@ -281,7 +278,7 @@ class WrappedModel:
     @property
     def uses_labels(self) -> bool:
         """Whether this is a transformers model that computes its own loss from ``labels``."""
-        return self.structure.is_hugging_face and self._inputs is None and self._loss is None
+        return self.structure.is_hugging_face and self.make_inputs is None and self._loss is None
 
     @property
     def _takes_cache(self) -> bool:
@@ -290,8 +287,8 @@ class WrappedModel:
 
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
-        if self._inputs is not None:
-            return self._inputs(micro_batch)
+        if self.make_inputs is not None:
+            return self.make_inputs(micro_batch)
         inputs = self._inputs_of_pack(micro_batch)
         parameters = signature(self._forward).parameters.items()
         optional = {name for name, parameter in parameters if parameter.default is not parameter.empty}
@@ -331,7 +328,7 @@ class WrappedModel:
                 self.layers.begin()
             return self._forward(*args, **kwargs)
         shard = shards.current()
-        num_slots = 0 if self._inputs is not None else shard.num_slots
+        num_slots = 0 if self.make_inputs is not None else shard.num_slots
         check_arguments(type(self.model).__name__, args, kwargs, num_slots)
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
