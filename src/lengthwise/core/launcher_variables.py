@@ -24,17 +24,17 @@ def rank_and_size() -> tuple[int, int]:
     if not has_rank():
         _check_alone()
         return 0, 1
-    given = ", ".join(f"{name}={os.environ[name]}" for name in NUMBERS)
+    values = ", ".join(f"{name}={os.environ[name]}" for name in NUMBERS)
     rank, size, local_rank = (whole_number(os.environ.get(name, "0")) for name in (*NUMBERS, LOCAL_RANK))
     if rank is None or not size or rank >= size or local_rank is None:
         local = f", {LOCAL_RANK}={os.environ[LOCAL_RANK]}" if LOCAL_RANK in os.environ else ""
         raise InputError(
-            f"{given}{local}: ranks are numbers from 0 to below how many there are; start them with torchrun, or unset "
+            f"{values}{local}: ranks are numbers from 0 to below how many there are; start them with torchrun, or unset "
             "these variables"
         )
     if missing := [name for name in MEETING_PLACE if not os.environ.get(name)]:
         raise InputError(
-            f"{given} are set, as for ranks that torchrun starts, and {' and '.join(missing)} not, by which ranks find "
+            f"{values} are set, as for ranks that torchrun starts, and {' and '.join(missing)} not, by which ranks find "
             f"one another; start ranks with torchrun, or unset {' and '.join(NUMBERS)}"
         )
     return rank, size
