@@ -29,13 +29,13 @@ def rank_and_size() -> tuple[int, int]:
     if rank is None or not size or rank >= size or local_rank is None:
         local = f", {LOCAL_RANK}={os.environ[LOCAL_RANK]}" if LOCAL_RANK in os.environ else ""
         raise InputError(
-            f"{values}{local}: ranks are numbers from 0 to below how many there are; start them with torchrun, or unset "
-            "these variables"
+            f"{values}{local}: ranks are numbers from 0 to below how many there are; start them with torchrun, or "
+            "unset these variables"
         )
     if missing := [name for name in MEETING_PLACE if not os.environ.get(name)]:
         raise InputError(
-            f"{values} are set, as for ranks that torchrun starts, and {' and '.join(missing)} not, by which ranks find "
-            f"one another; start ranks with torchrun, or unset {' and '.join(NUMBERS)}"
+            f"{values} are set, as for ranks that torchrun starts, and {' and '.join(missing)} not, by which ranks "
+            f"find one another; start ranks with torchrun, or unset {' and '.join(NUMBERS)}"
         )
     return rank, size
 

@@ -7,11 +7,14 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
 
+CHUNK = 1 << 16
+"""Bytes that are read at once: where memory has run out, a short file can still be read."""
 MAX_DOCUMENT_BYTES = 64 << 20
 """Size limit of a document that is read whole, such as index.json or a profile."""
 
@@ -56,7 +59,7 @@ def read_bytes(path: Path, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) ->
         raise InputError(f"{path} has {size:,} bytes; {what} has at most {max_bytes:,}")
     try:
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = b"".join(takewhile(bool, (file.read(CHUNK) for _ in range(-(-max_bytes // CHUNK) + 1))))
     except OSError as error:
         raise InputError(f"cannot read {path}: {_reason(error)}") from None
     if len(content) > max_bytes:  # it grew, or its file system tells no sizes

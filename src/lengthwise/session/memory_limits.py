@@ -14,7 +14,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, most_tokens
-from lengthwise.plan.space.memory_ladder import ladder_candidates
+from lengthwise.plan.space.memory_ladder import ladder_candidates, selective_candidates
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sliced_packs import Slices, in_slices
 from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder, schemes_of
@@ -133,18 +133,15 @@ def memory_limits(
 
 
 def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
-    """Candidates with offload and tiles too, where that pays or a sequence of ``length`` needs it."""
+    """Candidates with selective recompute, offload and tiles too, where that pays or so long a sequence needs it."""
     cluster, schemes = cost.cluster, schemes_of(search_space, cost)
     candidates = tuple(_priced(schemes, cost, cluster))
-    more = ladder_candidates(
-        schemes,
-        [candidate for candidate in candidates if candidate.max_tokens],
-        cost,
-        num_devices=cluster.num_devices,
-        max_length=length,
-        has_host=cluster.device.host_bytes_per_s > 0,
-    )
-    return [*candidates, *more]
+    present = tuple([candidate for candidate in candidates if candidate.max_tokens])
+    options: dict[str, Any] = {"num_devices": cluster.num_devices, "max_length": length}
+    selective = selective_candidates(schemes, present, cost, **options)
+    has_host = cluster.device.host_bytes_per_s > 0
+    more = ladder_candidates(schemes, present + selective, cost, **options, has_host=has_host)
+    return [*candidates, *selective, *more]
 
 
 def _in_groups(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:

@@ -139,19 +139,19 @@ def comparison_of(
     names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
     spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
     dtype, path, splits = options.get("dtype", "bfloat16"), options.get("profile"), options.get("zero_bubble", "auto")
-    space = SearchSpace(
-        max_degree=options.get("max_degree"),
-        max_stages=options.get("max_stages"),
-        head_layers=spec.head_layers,
-        methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
-        recompute=RecomputeMode(options.get("recompute", "auto")),
-        offload=OffloadMode(options.get("offload", "auto")),
-        shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
-        zero_bubble=ZeroBubble.NONE if splits == "auto" and not has_dense_layers(spec) else ZeroBubble(splits),
-        slices=Slices(options.get("slices", "auto")) if is_causal_and_own(spec) else Slices.NONE,
-        local_sequences=options.get("local_sequences", False) and is_causal_and_own(spec),
-    )
     with errors_spelt(spelling):
+        space = SearchSpace(
+            max_degree=options.get("max_degree"),
+            max_stages=options.get("max_stages"),
+            head_layers=spec.head_layers,
+            methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
+            recompute=RecomputeMode(options.get("recompute", "auto")),
+            offload=OffloadMode(options.get("offload", "auto")),
+            shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
+            zero_bubble=ZeroBubble.NONE if splits == "auto" and not has_dense_layers(spec) else ZeroBubble(splits),
+            slices=Slices(options.get("slices", "auto")) if is_causal_and_own(spec) else Slices.NONE,
+            local_sequences=options.get("local_sequences", False) and is_causal_and_own(spec),
+        )
         view = apply_max_length(
             find_lengths(lengths, seed=seed, spelling=spelling), max_length=options.get("max_length"),
             rule=options.get("over_length", "split"),

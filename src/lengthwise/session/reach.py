@@ -15,8 +15,8 @@ from lengthwise.session.plan_lengths import step_budget
 
 FIRST_LENGTH, GROWTH = 4096, 4
 """Tokens of the sequences of the first step, and how many times as long the next ones are."""
-GRAIN = 1024
-"""The longest length is a multiple of this."""
+GRAIN, FEWEST = 1024, 16
+"""Lengths are multiples of this, where there are some between two; nothing shorter than the second is tried."""
 WITHIN = 1.05
 """A policy may hold less than this times the longest length that is shown."""
 
@@ -174,10 +174,20 @@ class _Search:
         """Halve what lies between the longest length that a policy holds and the shortest that it does not."""
         while open_ends := {ends for policy in self.refused if (ends := self._ends(policy))}:
             low, high = min(open_ends)
-            middle = round(sqrt(low * high) / GRAIN) * GRAIN
-            self.try_length(middle, [policy for policy in self.refused if self._ends(policy) == (low, high)])
+            self.try_length(
+                _between(low, high), [policy for policy in self.refused if self._ends(policy) == (low, high)]
+            )
 
     def _ends(self, policy: str) -> tuple[int, int] | None:
         """Between which lengths a policy's reach ends; None where that is known well enough."""
         low, high = max(self._reached[policy], default=0), self.refused[policy][0]
-        return (low, high) if low and high > max(low * WITHIN, low + GRAIN) else None
+        return (low, high) if high > max(low * WITHIN, low + 1, FEWEST) else None
+
+
+def _between(low: int, high: int) -> int:
+    """A length between two, as many times the one as the other is of it; of thousands of tokens a round one."""
+    if not low:
+        return high // GROWTH
+    middle = sqrt(low * high)
+    rounded = round(middle / GRAIN) * GRAIN
+    return rounded if low < rounded < high else min(max(int(middle), low + 1), high - 1)

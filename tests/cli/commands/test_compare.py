@@ -337,6 +337,18 @@ REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB",
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize(
+    ("hbm", "limit", "longest"), [("9.75", "5150", range(4458, 4683)), ("9.5", "0", range(757, 796))]
+)
+def test_reach_ends_between_lengths_that_are_no_multiples_and_below_the_first_one(cli, hbm, limit, longest):
+    given = [
+        "compare", "--reach", "--model", "qwen2.5-0.5b", "--device", "RTX4090-24GB", "--gpus", "1", "--hbm", hbm,
+        "--host-memory", "0", "--policies", "static", "--json", *(["--max-length", limit] if limit != "0" else []),
+    ]  # fmt: skip
+    (cluster,) = json.loads(cli(*given)[1])["clusters"]
+    assert cluster["policies"][0]["reached"][-1]["length"] in longest
+
+
 def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
     four = [*REACH, "--gpus", "4"]
     code, out, err = cli(*four, "--policies", "static,hydraulis", "--json")

@@ -184,3 +184,22 @@ def test_slices_are_the_last_rung_and_hold_a_length_that_nothing_else_does(cli):
     code, _, err = cli(*GIVEN, *few, "--length", length, "--slices", "none")
     assert code == 3 and f"{others[-1]['max_tokens']:,} tokens" in " ".join(err.split())
     assert "slices in time" not in [rung["rung"] for rung in ask(cli, *few, "--slices", "none")["ladder"]]
+
+
+def test_selective_recompute_is_looked_at_for_a_length(cli):
+    """As in the ladder, where recomputing attention too takes a third longer."""
+    given = (
+        "memory", "--model", "qwen2.5-0.5b", "--device", "B200-180GB", "--gpus", "24", "--host-memory", "20",
+        "--max-degree", "1", "--max-stages", "1", "--json",
+    )  # fmt: skip
+    ladder = {rung["rung"]: rung for rung in json.loads(cli(*given)[1])["ladder"]}
+    longest = ladder["selective recompute"]["max_tokens"]
+    cheapest = json.loads(cli(*given, "--length", str(longest))[1])["cheapest"]
+    assert cheapest["scheme"].endswith("s24")
+
+
+@pytest.mark.parametrize("command", [("memory",), ("compare", "--lengths", "commoncrawl")], ids=["memory", "compare"])
+def test_options_that_contradict_one_another_are_named_as_options(cli, command):
+    given = ("--model", "llama-7b", "--device", "H100-80GB", "--methods", "metp", "--shard-gradients", "all")
+    code, _, err = cli(*command, *given, "--gpus", "8")
+    assert code == 2 and "--shard-gradients=all, and by metp ranks hold shards" in err

@@ -7,11 +7,12 @@ import typer
 
 from lengthwise.cli import shared_options as shared
 from lengthwise.cli.compare_options import ShardGradients, SlicesOption
+from lengthwise.core.errors import errors_spelt
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.session.console import emit_json
-from lengthwise.session.planning_args import find_model, make_cluster, parse_methods
+from lengthwise.session.planning_args import COMMAND_LINE, find_model, make_cluster, parse_methods
 
 Gpus = Annotated[int, typer.Option(min=1, max=shared.MAX_DEVICES, metavar="N", help="Devices of the cluster.")]
 Length = Annotated[
@@ -62,10 +63,11 @@ def run(
         device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin,
         host_memory_gib=host_memory,
     )  # fmt: skip
-    search_space = SearchSpace(
-        max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
-        shard_gradients=shard_gradients, slices=slices if is_causal_and_own(spec) else Slices.NONE,
-    )  # fmt: skip
+    with errors_spelt(COMMAND_LINE):
+        search_space = SearchSpace(
+            max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
+            shard_gradients=shard_gradients, slices=slices if is_causal_and_own(spec) else Slices.NONE,
+        )  # fmt: skip
     limits = memory_limits(
         spec, cluster, search_space, dtype=dtype.value, length=length,
         narrow_gradients=gradient_dtype is GradientDtype.COMPUTE,

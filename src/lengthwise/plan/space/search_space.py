@@ -29,7 +29,7 @@ from lengthwise.plan.space.memory_ladder import (
     selective_candidates,
 )
 from lengthwise.plan.space.problem import PlanningProblem
-from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded
+from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded, with_sharded
 from lengthwise.plan.space.sliced_packs import Slices, with_slices
 from lengthwise.plan.space.split_backwards import ZeroBubble, with_split_backwards
 
@@ -232,7 +232,9 @@ def _schemes_and_candidates(
     for cost, schemes, candidates in tried:
         if most_tokens(_uncut(best[1])) >= max_length:
             break
-        joined = candidates + _in_head_groups(cost, cluster, schemes, _uncut(candidates), search_space, token_limit)
+        is_auto = search_space.shard_gradients is GradientSharding.AUTO
+        every = with_sharded(schemes) if is_auto else schemes
+        joined = candidates + _in_head_groups(cost, cluster, every, _uncut(candidates), search_space, token_limit)
         holds_more = most_tokens(_uncut(joined)) > most_tokens(_uncut(best[1]))
         if holds_more and most_tokens(joined) >= min(most_tokens(best[1]), max_length):
             best = schemes, joined

@@ -157,8 +157,9 @@ def _softmax(
     logits_Cv = (hidden_CD @ head_vD.T).to(wide)
     if bias_v is not None:
         logits_Cv += bias_v
-    none = logits_Cv.new_full((len(logits_Cv), 1), -torch.inf)  # this rank may hold no row
-    highest_C = group.all_reduce(torch.cat([logits_Cv, none], dim=1).amax(1), dist.ReduceOp.MAX)
+    has_rows = logits_Cv.shape[1] > 0
+    own_C = logits_Cv.amax(1) if has_rows else logits_Cv.new_full((len(logits_Cv),), -torch.inf)
+    highest_C = group.all_reduce(own_C, dist.ReduceOp.MAX)
     logits_Cv -= highest_C[:, None]
     both = logits_Cv.new_zeros(2, len(logits_Cv))
     both[1, mine] = logits_Cv[mine, target]
