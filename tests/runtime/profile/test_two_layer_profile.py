@@ -394,7 +394,7 @@ def test_a_profile_that_cannot_be_kept_is_used_all_the_same(tmp_path):
     run, told, handler = run_of("gpt", num_layers=2), list[str](), logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("lengthwise").addHandler(handler)
-    path = tmp_path / "file" / "profile.json"
+    path = tmp_path / "file" / "folder" / "profile.json"
     table, was_found = find_table(
         run, path, lambda: measure(run, longest=32, degrees=[1], effort=ProfilingEffort(repeats=1)), longest=32,
         degrees=[1],
