@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import candidates
 from lengthwise.session.planning import make_sampler
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until, weights
+from tests.runtime.harness import free_port
 
 STEPS, EVERY = 8, 4
 ROUNDING = 1e-10
@@ -102,12 +102,6 @@ def test_when_all_ranks_are_killed_bare_torchrun_starts_them_again(start, undist
     assert code == 0, printed[-3000:]
     assert printed.count("restart 1: going on from step_") == 1 and "restart 2" not in printed
     assert_same_run(run.folder, undisturbed)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def assert_saved_and_ended(run: Run, code: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import Run, make_corpus, settings
-from tests.cli.test_faults import free_port
+from tests.runtime.harness import free_port
 
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 TIMEOUT_S = 6

@@ -2,8 +2,10 @@
 
 import gc
 import os
+import secrets
 import socket
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -15,13 +17,23 @@ TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer in a collective is taken for hung."""
 
 
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Below those that connections to elsewhere are given, which could take one that is free when it is looked for."""
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", FIRST_PORT + secrets.randbelow(NUM_PORTS)))
+            return int(probe.getsockname()[1])
+
+
 class RankPool:
     """``num_ranks`` processes joined by Gloo. A failure ends the pool: its groups cannot be used again."""
 
     def __init__(self, num_ranks: int, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         warm = context()
         self._pipes: list[Connection] = []
         self._processes = []

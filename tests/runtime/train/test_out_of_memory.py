@@ -103,7 +103,11 @@ def without_room_on_the_host():
     finally:
         del vars(world)["offload"]  # other tests of this process have the same world
     engine.close()
-    return [(f.rank, f.host_bytes > 0) for failures in failed for f in failures], result.loss, master_weights(engine.state)
+    return (
+        [(f.rank, f.host_bytes > 0) for failures in failed for f in failures],
+        result.loss,
+        master_weights(engine.state),
+    )
 
 
 def test_a_step_that_has_no_room_for_activations_on_the_host_is_planned_again(ranks):
