@@ -116,7 +116,9 @@ def memory_limits(
     if not length:
         ladder = memory_ladder(asked, price(), price(state_on_host=True))
         if not ladder:
-            _check_any_fits(candidates, model, cluster)
+            on_host = price(state_on_host=True)
+            spare = _priced(schemes_of(search_space, on_host), on_host, cluster) if on_host.state_on_host else ()
+            _check_any_fits([*candidates, *spare], model, cluster)
         return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
     on_host = price(state_on_host=True)
     costs = (cost, on_host)[: 1 + on_host.state_on_host]
@@ -177,6 +179,7 @@ def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: C
     if not candidates:
         raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
     if not any(candidate.max_tokens for candidate in candidates):
+        _check_host(candidates, spec, cluster)
         state_bytes = min(candidate.state_bytes for candidate in candidates)
         least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
         raise InfeasibleError(
@@ -184,6 +187,21 @@ def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: C
             f"optimizer take at least {least}, a device has {available}. "
             "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods.",
             what=spec.name, value=state_bytes, limit=cluster.device.memory_bytes, unit="bytes",
+        )  # fmt: skip
+
+
+def _check_host(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
+    """Raise ``InfeasibleError`` if devices have room for a token, and the host none for what is kept there."""
+    lacking = [candidate for candidate in candidates if candidate.is_limited_by_host]
+    fitting = [candidate for candidate in lacking if candidate.state_bytes < cluster.device.memory_bytes]
+    if fitting:
+        host_bytes = min(candidate.host_bytes(1) for candidate in fitting)
+        needed, available = needed_and_available(host_bytes, cluster.device.host_memory_bytes)
+        raise InfeasibleError(
+            f"{spec.name} on {cluster.name}: devices have room with the optimizer's state in host memory, where it "
+            f"takes at least {needed} per device; a device's share of the host has {available}. Give --host-memory if "
+            "there is more, or more or larger devices.",
+            what=spec.name, value=host_bytes, limit=cluster.device.host_memory_bytes, unit="bytes",
         )  # fmt: skip
 
 

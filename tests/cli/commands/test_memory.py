@@ -203,3 +203,12 @@ def test_options_that_contradict_one_another_are_named_as_options(cli, command):
     given = ("--model", "llama-7b", "--device", "H100-80GB", "--methods", "metp", "--shard-gradients", "all")
     code, _, err = cli(*command, *given, "--gpus", "8")
     assert code == 2 and "--shard-gradients=all, and by metp ranks hold shards" in err
+
+
+@pytest.mark.parametrize("more", [(), ("--length", "1000")])
+def test_a_host_without_room_for_the_state_is_named(cli, more):
+    given = ("memory", "--model", "llama-7b", "--device", "A100-40GB", "--gpus", "3", "--max-stages", "1", *more)
+    code, _, err = cli(*given, "--host-memory", "10")
+    assert code == 3 and "at least 34.0 GiB per device; a device's share of the host has 10.0 GiB" in err
+    assert "Give --host-memory if there is more" in err
+    assert cli(*given, "--host-memory", "36")[0] == 0
