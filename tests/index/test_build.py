@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -231,6 +232,8 @@ def test_a_damaged_index_is_refused(corpus, tmp_path, name, said):
 def test_a_folder_without_index_and_an_index_of_another_version_are_refused(corpus, tmp_path):
     with pytest.raises(InputError, match="no index at"):
         open_index(tmp_path)
+    with pytest.raises(InputError, match="no index at nowhere in the current folder, /"):
+        open_index(Path("nowhere"))
     note = build(corpus, tmp_path / "out").path / "index.json"
     note.write_text(json.dumps({**json.loads(note.read_text()), "schema_version": 99}))
     with pytest.raises(InputError, match="schema version 99"):

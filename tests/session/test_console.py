@@ -9,7 +9,8 @@ from lengthwise.session import console
 
 def test_messages_go_on_where_their_reader_has_gone(monkeypatch):
     reader, writer = os.pipe()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(os.fdopen(writer, "wb"), "ascii"))
+    stream = io.TextIOWrapper(os.fdopen(writer, "wb"), "ascii")  # as python keeps it in sys.__stderr__
+    monkeypatch.setattr(sys, "stderr", stream)
     console.prepare_streams()
     console.stderr().print("first", soft_wrap=True)
     console.print_error("\N{SNOWMAN}")
@@ -19,4 +20,5 @@ def test_messages_go_on_where_their_reader_has_gone(monkeypatch):
         console.stderr().print("nobody reads this", soft_wrap=True)
         console.print_error("nor this")
         sys.stderr.write("nor" * 10_000)
-    sys.stderr.close()
+    sys.stderr.flush()
+    stream.close()

@@ -3,7 +3,8 @@
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,8 @@ LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
 
 STOPPED_AFTER_S = 30
 """After so long torchrun kills ranks that have not ended by themselves after another rank had failed."""
+SAFE_PATH = "PYTHONSAFEPATH"
+"""The variable by which python leaves the current folder out of where it looks for modules."""
 NO_SIGNAL = "SIGSYS"
 """One that nobody sends: torchrun wants some to handle, and all others are handled here or end the launcher, without
 which ranks save and end.
@@ -110,11 +113,10 @@ def torchrun(
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say what went wrong
     with TemporaryDirectory(prefix="lengthwise-", ignore_cleanup_errors=True) as folder:
         os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), LAUNCHER_FOLDER_VARIABLE: folder, **(variables or {})})
-        os.environ.setdefault("PYTHONSAFEPATH", "1")  # no file of the current folder stands for a library's module
         command = ["--rdzv-backend", meet_on_loopback(), "--rdzv-id", uuid4().hex, "--log-dir", folder]
         command += ["--signals-to-handle", NO_SIGNAL, "--max-restarts", str(max_restarts)]
         command += ["--nnodes", "1", "--nproc-per-node", str(nproc), "-m", "lengthwise", *arguments]
-        with SignalsOfRanks(on_stop) as signals:
+        with _only_installed_modules(), SignalsOfRanks(on_stop) as signals:
             try:
                 torch_run.run(torch_run.parse_args(command))
                 ended = LaunchOutcome(well=True, was_asked=bool(signals.received))
@@ -126,6 +128,18 @@ def torchrun(
                 ended = LaunchOutcome(well=False, was_asked=True)
     signals.raise_again(has_on_stop=on_stop is not None)
     return ended
+
+
+@contextmanager
+def _only_installed_modules() -> Iterator[None]:
+    """Within, python processes that start import nothing from the current folder in place of an installed module."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH)
+        os.environ.update({} if before is None else {SAFE_PATH: before})
 
 
 def killed_first(failures: "Mapping[int, ProcessFailure]") -> str:

@@ -105,8 +105,9 @@ def prepare_streams() -> None:
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     if type(sys.stderr) is io.TextIOWrapper:
-        encoding = sys.stderr.encoding
-        sys.stderr = LastingStream(sys.stderr.detach(), encoding, "backslashreplace", line_buffering=True)
+        sys.stderr.flush()
+        same = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115 - open until the process ends
+        sys.stderr = LastingStream(same, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def _console(*, to_stderr: bool) -> "Console":

@@ -16,6 +16,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import make_candidates
 from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode
 from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
+from lengthwise.plan.space.sharded_gradients import GradientSharding
 
 MODEL: ModelSpec = replace(model_preset("llama-3-8b"), num_layers=8)
 METHODS = (Method.ULYSSES, Method.MEGATRON_TS)
@@ -156,6 +157,19 @@ def test_a_plan_is_at_most_two_per_cent_slower_than_the_best_plan_of_one_choice_
             alone = replace(problem, candidates=(candidate,))
             times_s.append(Planner(policy="packed", problem=alone)(batch_of(*lengths)).time_s)
     assert times_s and plan.time_s <= 1.02 * min(times_s)  # 34 GiB hold the longest corpus under one choice alone
+
+
+def test_groups_of_heads_have_sharded_gradients_where_these_may_be_chosen():
+    spec, cluster = model_preset("qwen2.5-0.5b"), cluster_preset("1x2xA100-40GB")
+
+    def reach(mode):
+        problem = make_problem(
+            AnalyticCost(model=spec, cluster=cluster, state_on_host=True), cluster=cluster, num_layers=spec.num_layers,
+            max_length=1 << 30, search_space=SearchSpace(methods=(Method.ULYSSES,), shard_gradients=mode),
+        )  # fmt: skip
+        return max(c.max_tokens for c in problem.candidates if c.scheme.head_groups > 1)
+
+    assert reach(GradientSharding.AUTO) >= reach(GradientSharding.ALL) > reach(GradientSharding.NONE)
 
 
 def test_attention_computes_groups_of_heads_where_nothing_else_holds_the_longest_sequence():

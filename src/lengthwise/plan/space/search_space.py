@@ -232,9 +232,7 @@ def _schemes_and_candidates(
     for cost, schemes, candidates in tried:
         if most_tokens(_uncut(best[1])) >= max_length:
             break
-        is_auto = search_space.shard_gradients is GradientSharding.AUTO
-        every = with_sharded(schemes) if is_auto else schemes
-        joined = candidates + _in_head_groups(cost, cluster, every, _uncut(candidates), search_space, token_limit)
+        joined = candidates + _in_head_groups(cost, cluster, schemes, _uncut(candidates), search_space, token_limit)
         holds_more = most_tokens(_uncut(joined)) > most_tokens(_uncut(best[1]))
         if holds_more and most_tokens(joined) >= min(most_tokens(best[1]), max_length):
             best = schemes, joined
@@ -254,10 +252,14 @@ def _in_head_groups(
     search_space: SearchSpace,
     token_limit: int | None,
 ) -> tuple[Candidate, ...]:
-    """Candidates whose attention computes groups of heads, and which hold more than ``candidates``."""
+    """Candidates whose attention computes groups of heads, and which hold more than ``candidates``; with sharded
+    gradients too, where these may be chosen.
+    """
     num_groups = getattr(cost, "head_groups", None)
     if not search_space.has_head_groups or num_groups is None:
         return ()
+    if search_space.shard_gradients is GradientSharding.AUTO:
+        schemes = with_sharded(schemes)
     made = head_group_candidates(
         schemes, candidates, cost, num_devices=cluster.num_devices, num_groups=num_groups, token_limit=token_limit,
         **search_space.rungs_on(cluster),
