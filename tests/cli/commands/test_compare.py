@@ -381,7 +381,7 @@ def test_reach_shows_a_row_a_policy_up_to_a_length_that_is_asked(cli):
         ([*REACH, "--lengths", "commoncrawl"], 2, "--lengths, or --reach"),
         ([*REACH[:1], *REACH[2:]], 2, "--lengths, or --reach"),
         ([*REACH, "--tokens", "1B"], 2, "--tokens is for the lengths of a training"),
-        ([*REACH, "--hbm", "0.0001"], 3, "no scheme fits"),
+        ([*REACH, "--hbm", "0.0001", "--policies", "static"], 3, "no scheme fits"),
     ],
 )
 def test_what_has_no_reach_is_refused(cli, arguments, code, message):
