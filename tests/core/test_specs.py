@@ -3,8 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lengthwise.core.device_spec import DEVICES
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import MODELS, ModelSpec, cluster_preset, model_preset
+from lengthwise.core.specs import MODELS, ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.core.wording import GIB, bytes_in_words, needed_and_available
 
 
@@ -39,6 +40,12 @@ def test_clusters_are_read_as_nodes_devices_and_device():
     assert cluster_preset("2xcpu").num_devices == 2
     assert cluster_preset("H100-80GB").num_devices == 1
     assert cluster_preset(cluster.name) == cluster
+    uneven = cluster_preset("12x8+4xA800-80GB")
+    assert (uneven.num_devices, uneven.last_node_devices, uneven.name) == (100, 4, "12x8+4xA800-80GB")
+    assert cluster_preset("8+4xA800-80GB").name == "1x8+4xA800-80GB"
+    for num_devices, shape in ((100, "12x8+4"), (64, "8x8"), (5, "1x5"), (9, "1x8+1")):
+        made = ClusterSpec.of_devices(num_devices, uneven.device, devices_per_node=8)
+        assert (made.shape, made.num_devices) == (shape, num_devices)
     assert cluster_preset("cpu", memory_gib=1).device.memory_bytes == 2**30
 
 
@@ -51,6 +58,12 @@ def test_clusters_are_read_as_nodes_devices_and_device():
         (lambda: cluster_preset("8xA100"), r"did you mean A100-40GB or A100-80GB\?"),
         (lambda: cluster_preset("0xcpu"), "not NODESxDEVICESxDEVICE"),
         (lambda: cluster_preset("1x2x3xcpu"), "not NODESxDEVICESxDEVICE"),
+        (lambda: cluster_preset("1x2x3+1xcpu"), "not NODESxDEVICESxDEVICE"),
+        (lambda: cluster_preset("2x4+4xcpu"), "its last node must have from 1 to 3 devices"),
+        (lambda: cluster_preset("2x4+0xcpu"), "its last node must have from 1 to 3 devices"),
+        (lambda: cluster_preset(f"2x4+{10**30}xcpu"), "its last node must have from 1 to 3 devices"),
+        (lambda: ClusterSpec.of_devices(0, DEVICES["cpu"], devices_per_node=8), "at least one device"),
+        (lambda: ClusterSpec(num_nodes=1, devices_per_node=2, device=DEVICES["cpu"], last_node_devices=2), "fewer"),
         (lambda: cluster_preset("cpu", memory_gib=0), "must be positive"),
         (lambda: cluster_preset("cpu", memory_gib=float("nan")), "must be positive"),
         (lambda: cluster_preset("cpu", memory_gib=float("inf")), "must be positive and finite"),

@@ -201,7 +201,7 @@ def _show_compiled(callbacks: "list[StepCallback]", done: int, total: int) -> No
 
 def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
-    from lengthwise.runtime.comm.devices import find_device, local_size, with_memory_of_gpu
+    from lengthwise.runtime.comm.devices import find_device, with_memory_of_gpu
 
     if config.cluster.name:
         check_num_ranks(config, world.size)
@@ -209,13 +209,12 @@ def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
         if config.cluster.memory_gib is not None:
             return cluster
         return replace(cluster, device=with_memory_of_gpu(cluster.device, world, margin=config.plan.memory_margin))
-    local = local_size()
     device = find_device(world, margin=config.plan.memory_margin)
     if config.cluster.memory_gib:
         device = device.with_memory(config.cluster.memory_gib)
     if config.cluster.host_memory_gib is not None:
         device = device.with_host_memory(config.cluster.host_memory_gib)
-    return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
+    return world.cluster_of(device)
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, model: dict[str, Any], cluster: ClusterSpec) -> None:

@@ -2,7 +2,8 @@
 
 Within one node: a single hop. Over several nodes of m ranks: what a node needs crosses to it once, however many of its
 ranks compute with it. It lands on the rank that has the owner's place among the m of its node, so that all ports of a
-node receive alike and ranks of equal place talk; a second hop spreads it within the node.
+node receive alike and ranks of equal place talk; a second hop spreads it within the node. Where the last node has k < m
+ranks, places are taken modulo k there, and ranks talk whose places are equal modulo k.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,7 @@ class Hop:
 def hops_of(rank: int, owned: Layout, computed: Layout, *, ranks_per_node: int) -> tuple[Hop, ...]:
     """The hops that bring ``rank`` from what it owns to what it computes with: one, or two over several nodes.
 
-    ``ranks_per_node`` divides the number of ranks.
+    The last node has fewer ranks where ``ranks_per_node`` does not divide their number.
 
     Raises:
         InputError: as :func:`lengthwise.core.layout.transfers`.
@@ -38,21 +39,35 @@ def hops_of(rank: int, owned: Layout, computed: Layout, *, ranks_per_node: int) 
     if ranks_per_node == num_ranks:
         every_rank = tuple(range(num_ranks))
         return (_hop(rank, every_rank, owned, computed),)
-    node, place = divmod(rank, ranks_per_node)
     landing = landing_layout(owned, computed, ranks_per_node=ranks_per_node)
-    across = tuple(range(place, num_ranks, ranks_per_node))
-    within = tuple(range(node * ranks_per_node, (node + 1) * ranks_per_node))
+    within = nodes_of(num_ranks, ranks_per_node)[rank // ranks_per_node]
+    across = next(ranks for ranks in crossings_of(num_ranks, ranks_per_node) if rank in ranks)
     return _hop(rank, across, owned, landing), _hop(rank, within, landing, computed)
+
+
+def nodes_of(num_ranks: int, ranks_per_node: int) -> list[tuple[int, ...]]:
+    """The ranks of every node; the last one may have fewer."""
+    return [
+        tuple(range(first, min(first + ranks_per_node, num_ranks))) for first in range(0, num_ranks, ranks_per_node)
+    ]
+
+
+def crossings_of(num_ranks: int, ranks_per_node: int) -> list[tuple[int, ...]]:
+    """The groups of ranks that exchange between nodes: those of equal place, modulo the ranks of the last node."""
+    fewest = num_ranks % ranks_per_node or ranks_per_node
+    return [
+        tuple(rank for rank in range(num_ranks) if rank % ranks_per_node % fewest == place) for place in range(fewest)
+    ]
 
 
 def landing_layout(owned: Layout, computed: Layout, *, ranks_per_node: int) -> Layout:
     """What each rank receives from other nodes, or owns itself, on behalf of its node: nothing twice in a node."""
     starts = [start for start, _, _ in owned.owners]
     landed: list[list[Interval]] = [[] for _ in range(owned.num_ranks)]
-    for first in range(0, owned.num_ranks, ranks_per_node):
-        needed = _union(computed.intervals[first : first + ranks_per_node])
+    for node in nodes_of(owned.num_ranks, ranks_per_node):
+        needed = _union(computed.intervals[node[0] : node[-1] + 1])
         for start, end, owner in overlaps_in(needed, owned.owners, starts):
-            landed[first + owner % ranks_per_node].append((start, end))
+            landed[node[owner % ranks_per_node % len(node)]].append((start, end))
     return Layout(num_elements=owned.num_elements, intervals=tuple(map(tuple, landed)))
 
 

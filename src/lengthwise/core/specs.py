@@ -18,7 +18,7 @@ MAX_DEVICES = 1 << 16
 """Devices of the largest cluster that is planned for."""
 MAX_MEMORY_GIB = float(1 << 20)
 """Memory of the largest device that is planned for."""
-_CLUSTER = re.compile(r"((?:\d+x)*)(.*)", re.ASCII | re.DOTALL)
+_CLUSTER = re.compile(r"((?:\d+x)*)(?:(\d+)\+(\d+)x)?(.*)", re.ASCII | re.DOTALL)
 _NO_SIZES = ("name", "mask_token_id", "unpriced")
 _OF_SOME_FAMILIES = ("frame_size", "max_positions", "stored_ffn_size", "window", "num_window_layers")
 _MOST = {
@@ -188,25 +188,51 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """``num_nodes`` nodes of ``devices_per_node`` equal devices."""
+    """``num_nodes`` nodes of ``devices_per_node`` equal devices, and a last one of fewer where there is one."""
 
     num_nodes: int
     devices_per_node: int
     device: DeviceSpec
+    last_node_devices: int = 0
+    """Devices of one more node, fewer than the others have; 0: all nodes are alike."""
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise InputError(f"a cluster needs at least one device; got {self.num_nodes} x {self.devices_per_node}")
+        if not 0 <= self.last_node_devices < self.devices_per_node:
+            raise InputError(
+                f"the last node has fewer devices than the others, of {self.devices_per_node}; got "
+                f"{self.last_node_devices}"
+            )
+
+    @classmethod
+    def of_devices(cls, num_devices: int, device: DeviceSpec, *, devices_per_node: int) -> "ClusterSpec":
+        """Nodes of ``devices_per_node``, the last of which may have fewer; one smaller node where there are fewer.
+
+        Raises:
+            InputError: either number is below 1.
+        """
+        inside = min(devices_per_node, num_devices)
+        if inside < 1:
+            raise InputError(f"a cluster needs at least one device; got {num_devices} in nodes of {devices_per_node}")
+        num_nodes, rest = divmod(num_devices, inside)
+        return cls(num_nodes=num_nodes, devices_per_node=inside, device=device, last_node_devices=rest)
 
     @property
     def num_devices(self) -> int:
         """Devices of the cluster."""
-        return self.num_nodes * self.devices_per_node
+        return self.num_nodes * self.devices_per_node + self.last_node_devices
+
+    @property
+    def shape(self) -> str:
+        """Nodes x devices, such as ``8x8``, or ``12x8+4`` with a last node of four."""
+        rest = f"+{self.last_node_devices}" if self.last_node_devices else ""
+        return f"{self.num_nodes}x{self.devices_per_node}{rest}"
 
     @property
     def name(self) -> str:
         """Nodes x devices x device, as :func:`cluster_preset` reads it."""
-        return f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}"
+        return f"{self.shape}x{self.device.name}"
 
 
 def _llama(name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, **others: object) -> ModelSpec:
@@ -284,6 +310,8 @@ def model_preset(name: str) -> ModelSpec:
 def cluster_preset(name: str, *, memory_gib: float | None = None, host_memory_gib: float | None = None) -> ClusterSpec:
     """A cluster from ``NODESxDEVICESxDEVICE``, ``DEVICESxDEVICE`` or ``DEVICE``: ``8x8xA800-80GB``, ``2xcpu``.
 
+    ``12x8+4xA800-80GB`` has one more node, of four devices.
+
     A device is a preset or a YAML file, as in ``8x8xmy-device.yaml``.
 
     Args:
@@ -296,19 +324,27 @@ def cluster_preset(name: str, *, memory_gib: float | None = None, host_memory_gi
     """
     parts = _CLUSTER.fullmatch(name)
     assert parts is not None, "the pattern takes any text"
-    *shape, _ = parts[1].split("x")
+    shape = [*parts[1].split("x")[:-1], *filter(None, [parts[2]])]
     try:
-        spec = resolve_device(parts[2])
+        spec = resolve_device(parts[4])
     except InputError as error:
         raise InputError(f"cluster {brief(name)}: {error}") from None
     counts = [whole_number(part) for part in shape]
     if len(shape) > 2 or not all(counts):
-        raise InputError(f"cluster {brief(name)} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB or 2xcpu")
-    num_nodes, devices_per_node = (1, 1, *(count or 0 for count in counts))[-2:]
-    if num_nodes * devices_per_node > MAX_DEVICES:
         raise InputError(
-            f"cluster {brief(name)} has {num_nodes * devices_per_node:,} devices; plans are for at most {MAX_DEVICES:,}"
+            f"cluster {brief(name)} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB, 2xcpu, or 12x8+4xA800-80GB "
+            "with a last node of 4"
         )
+    num_nodes, devices_per_node = (1, 1, *(count or 0 for count in counts))[-2:]
+    last_node_devices = int(parts[3] or "0") if len(parts[3] or "") < 10 else MAX_DEVICES
+    if parts[3] and not 0 < last_node_devices < devices_per_node:
+        raise InputError(
+            f"cluster {brief(name)}: its last node must have from 1 to {devices_per_node - 1} devices, fewer than the "
+            "others"
+        )
+    num_devices = num_nodes * devices_per_node + last_node_devices
+    if num_devices > MAX_DEVICES:
+        raise InputError(f"cluster {brief(name)} has {num_devices:,} devices; plans are for at most {MAX_DEVICES:,}")
     if memory_gib is not None:
         if not 0 < memory_gib <= MAX_MEMORY_GIB:
             raise InputError(
@@ -317,4 +353,6 @@ def cluster_preset(name: str, *, memory_gib: float | None = None, host_memory_gi
         spec = spec.with_memory(memory_gib)
     if host_memory_gib is not None:
         spec = spec.with_host_memory(host_memory_gib)
-    return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)
+    return ClusterSpec(
+        num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec, last_node_devices=last_node_devices
+    )

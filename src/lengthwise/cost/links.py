@@ -88,9 +88,9 @@ def hop_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
 
 def collective_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     """Bytes that each rank sends per second in a ring collective of ``degree`` ranks."""
-    device, per_node = cluster.device, cluster.devices_per_node
-    ports = device.network_bytes_per_s * per_node
-    within = degree <= per_node
+    device = cluster.device
+    ports = device.network_bytes_per_s * _fewest_in_node(degree, cluster)
+    within = degree <= cluster.devices_per_node
     return LINK_EFFICIENCY * (device.link_bytes_per_s if within else min(device.link_bytes_per_s, ports))
 
 
@@ -99,9 +99,16 @@ def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     device, per_node = cluster.device, cluster.devices_per_node
     if degree <= per_node:
         return LINK_EFFICIENCY * device.link_bytes_per_s
-    outside, inside = (degree - per_node) / (degree - 1), (per_node - 1) / (degree - 1)
+    outside = (degree - _fewest_in_node(degree, cluster)) / (degree - 1)
+    inside = (per_node - 1) / (degree - 1)
     through_port = device.network_bytes_per_s / outside
     return LINK_EFFICIENCY * (min(through_port, device.link_bytes_per_s / inside) if inside else through_port)
+
+
+def _fewest_in_node(degree: int, cluster: ClusterSpec) -> int:
+    """Ranks that the smallest node has of a group over several: of one that takes all devices, those of the last."""
+    needs_last = degree > cluster.num_devices - cluster.last_node_devices
+    return cluster.last_node_devices if needs_last and cluster.last_node_devices else cluster.devices_per_node
 
 
 def host_copy_bytes_per_s(cluster: ClusterSpec) -> float:

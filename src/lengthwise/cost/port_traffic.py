@@ -158,9 +158,10 @@ def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None
     shard = shard_size(size, num_ranks)
     slices = {part: _slices(model, unit, part) for part in set(of_ranks) if part is not None}
     if None not in of_ranks and all(sum(b - a for a, b in pieces) == size for pieces in slices.values()):
-        across = (num_ranks - per_node) * shard / per_node
-        within = (num_ranks - 1) * shard
-        return np.repeat([[across], [across], [within], [within]], num_ranks, axis=1)
+        in_node = np.minimum(per_node, num_ranks - np.arange(num_ranks) // per_node * per_node)
+        across = (num_ranks - in_node) * shard / in_node
+        within = np.full(num_ranks, float((num_ranks - 1) * shard))
+        return np.stack([across, across, within, within])
     ends = {end for pieces in slices.values() for piece in pieces for end in piece}
     cuts = np.unique([*range(0, size, shard), size, *ends])
     sizes, owners = np.diff(cuts).astype(np.float64), cuts[:-1] // shard

@@ -193,12 +193,12 @@ def make_cluster(
     memory_margin: float | None = None,
     host_memory_gib: float | None = None,
 ) -> ClusterSpec:
-    """Nodes of ``devices_per_node`` devices, or of as many as usual; one smaller node where there are fewer.
+    """Nodes of ``devices_per_node`` devices, or of as many as usual, the last of which may have fewer.
 
     Plans may fill ``memory_gib`` of each, or all that it has but the margin, and ``host_memory_gib`` of the host's.
 
     Raises:
-        InputError: no such device, or the devices do not fill whole nodes.
+        InputError: no such device, or none at all.
     """
     try:
         devices_per_node = resolve_device(device).devices_per_node if devices_per_node is None else devices_per_node
@@ -206,15 +206,9 @@ def make_cluster(
         raise InputError(f"--device {brief(device)[1:-1]}: {error}") from None
     if devices_per_node < 1 or num_devices < 1:
         raise InputError(f"--gpus {num_devices} in nodes of {devices_per_node}: at least 1 of each is needed")
-    inside = min(devices_per_node, num_devices)
-    if num_devices % inside:
-        raise InputError(
-            f"--gpus {num_devices} do not fill nodes of {inside}; give a multiple of it or --devices-per-node"
-        )
     try:
-        cluster = cluster_preset(
-            f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib, host_memory_gib=host_memory_gib
-        )
+        shape = ClusterSpec.of_devices(num_devices, resolve_device(device), devices_per_node=devices_per_node).shape
+        cluster = cluster_preset(f"{shape}x{device}", memory_gib=memory_gib, host_memory_gib=host_memory_gib)
         return cluster if memory_gib is not None else _with_margin(cluster, memory_margin)
     except InputError as error:
         options = {"--hbm": memory_gib, "--host-memory": host_memory_gib}

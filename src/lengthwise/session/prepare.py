@@ -21,7 +21,7 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.comm.consensus import require_equal
-from lengthwise.runtime.comm.devices import find_device, local_size
+from lengthwise.runtime.comm.devices import find_device
 from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import DistContext, shutdown_at_exit, start_world
 from lengthwise.runtime.loop.brought_items import ItemExchange
@@ -321,12 +321,12 @@ def _read(
 
 def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> None:
     """Compare what plans may compute with the stock model."""
-    size = prepared.world.size
+    size, per_node = prepared.world.size, prepared.world.ranks_per_node
     shown = options.verbose and prepared.world.is_first
     with progress_bar("comparing with the stock model", shown=shown) as advance:
         check_exact(
             prepared,
-            degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
+            degrees=[degree for degree in degrees_of(size, per_node or size) if degree <= (options.max_degree or size)],
             methods=options.sharing_methods,
             recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
             longest=longest // options.slot_tokens,
@@ -397,4 +397,4 @@ def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:
         device = device.with_memory(options.memory_gib)
     if options.host_memory_gib is not None:
         device = device.with_host_memory(options.host_memory_gib)
-    return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)
+    return world.cluster_of(device)

@@ -131,14 +131,14 @@ def measure_as_rank(
     ranks) that divides the ranks, and the links between them.
     """
     from lengthwise.runtime.comm.activity import told_to_peers
-    from lengthwise.runtime.comm.devices import local_size
     from lengthwise.runtime.comm.world import start_world, stop_world
     from lengthwise.runtime.profile.measure import num_measurements, profile
     from lengthwise.session.run_model import build
 
     spec = _spec(config)
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
-    shared = shared_schemes(config, spec, num_ranks=world.size, per_node=local_size(), max_degree=max_degree)
+    per_node = world.ranks_per_node or world.size
+    shared = shared_schemes(config, spec, num_ranks=world.size, per_node=per_node, max_degree=max_degree)
     with told_to_peers(), progress() as bar:
         task = bar.add_task(
             "profile", total=num_measurements(packs, repeats, num_shared=len(shared)), visible=world.is_first

@@ -295,7 +295,6 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--price-per-hour", "2"], 2, "--price-per-hour is for a whole training; say of how many --tokens"),
         (["--tokens", "1B", "--price-per-hour", "-1"], 2, "--price-per-hour must be above 0"),
         (["--network", ",".join(map(str, range(1, 70)))], 2, "69 comparisons are asked for, and at most 64 are made"),
-        (["--gpus", "12"], 2, "do not fill nodes of 8"),
         (["--html", "nowhere/page.html"], 2, "there is no folder nowhere"),
         (["--max-degree", "0"], 2, "greater than or equal to 1"),
         (["--max-length", "100", "--over-length", "error"], 2, "over --max-length 100"),

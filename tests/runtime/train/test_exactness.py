@@ -37,9 +37,11 @@ def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(3))
 
 
-@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.deep)])
-def test_any_plan_over_two_nodes_gives_the_gradient_of_one_device(ranks, num_ranks):
-    ranks(num_ranks).run(_check_gradients, seeds=range(4 if num_ranks == 8 else 2), ranks_per_node=num_ranks // 2)
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(3, 2), (4, 2), *(pytest.param(n, 3, marks=pytest.mark.deep) for n in (7, 8))]
+)
+def test_any_plan_over_several_nodes_gives_the_gradient_of_one_device(ranks, num_ranks, ranks_per_node):
+    ranks(num_ranks).run(_check_gradients, seeds=range(4 if num_ranks > 4 else 2), ranks_per_node=ranks_per_node)
 
 
 @pytest.mark.deep

@@ -12,8 +12,10 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
+from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.errors import CommunicationError, InputError, Setting
 from lengthwise.core.launcher_variables import has_rank, rank_and_size
+from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
@@ -40,7 +42,7 @@ class DistContext:
     timeout_s: float = TIMEOUT_S
     """Most seconds that a collective waits for a rank."""
     ranks_per_node: int = 0
-    """Ranks on every machine, which follow one another; 0: all ranks are on one."""
+    """Ranks on every machine, which follow one another, or on all but the last, which has fewer; 0: all are on one."""
 
     @cached_property
     def groups(self) -> GroupRegistry:
@@ -53,6 +55,10 @@ class DistContext:
         if not 1 < self.ranks_per_node < self.size:
             return None
         return node_groups(self.groups, rank=self.rank, num_ranks=self.size, ranks_per_node=self.ranks_per_node)
+
+    def cluster_of(self, device: DeviceSpec) -> ClusterSpec:
+        """The devices that the ranks run on, all like ``device``."""
+        return ClusterSpec.of_devices(self.size, device, devices_per_node=self.ranks_per_node or self.size)
 
     @cached_property
     def offload(self) -> HostOffload:

@@ -6,8 +6,8 @@ from statistics import median
 import torch
 
 from lengthwise.core.cost import LinkSpeed, LinkSpeeds
+from lengthwise.core.node_exchange import crossings_of, nodes_of
 from lengthwise.runtime.comm.collectives import gather_rows
-from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 
@@ -22,10 +22,10 @@ def measure_links(world: DistContext) -> LinkSpeeds | None:
     All ranks send at once, so that every port is as busy as in training. Every rank calls this. None where a CPU is
     alone.
     """
-    per_node = local_size() if world.size % local_size() == 0 else 1
-    nodes = [tuple(range(first, first + per_node)) for first in range(0, world.size, per_node)]
+    per_node = world.ranks_per_node or world.size
+    nodes, crossings = nodes_of(world.size, per_node), crossings_of(world.size, per_node)
     within = _speed(world, nodes) if per_node > 1 else None
-    across = _speed(world, list(zip(*nodes))) if len(nodes) > 1 else None
+    across = _speed(world, crossings) if len(nodes) > 1 else None
     host = host_speed(world)
     return LinkSpeeds(within=within, across=across, host=host) if within or across or host else None
 
@@ -35,7 +35,7 @@ def _speed(world: DistContext, groups: list[tuple[int, ...]]) -> LinkSpeed:
     world.groups.prepare([(ranks, "") for ranks in groups])
     group = next(group for ranks in groups if (group := world.groups.of(ranks)) is not None)
     call_s, moving_s = (_gather_s(world, group, num_bytes) for num_bytes in (1, NUM_BYTES))
-    sent_bytes = (group.size - 1) * NUM_BYTES
+    sent_bytes = (max(map(len, groups)) - 1) * NUM_BYTES  # the largest group, which takes longest
     return LinkSpeed(call_s=call_s, bytes_per_s=sent_bytes / max(moving_s - call_s, 0.01 * moving_s))
 
 

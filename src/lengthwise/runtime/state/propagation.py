@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lengthwise.core.layout import Interval, Layout, Transfer, shard_size
@@ -47,9 +48,7 @@ class SliceExchange:
         """Fill ``target`` from the sources of all ranks."""
         outgoing, direct = _joined(source, self.to), _is_in_order(self.come)
         incoming = target if direct else torch.empty_like(target)
-        work = all_to_all(
-            incoming, outgoing, receive=_sizes(self.come), send=_sizes(self.to), group=self.group, async_op=True
-        )
+        works = self._exchange(incoming, outgoing, receive=_sizes(self.come), send=_sizes(self.to))
 
         def make(keep: Tensor = outgoing) -> Tensor:
             if not direct:
@@ -57,7 +56,7 @@ class SliceExchange:
                     target[place] = incoming[piece]
             return target
 
-        return AsyncResult(make, [work], "pull of weights")
+        return AsyncResult(make, works, "pull of weights")
 
     def reverse(self, gradients: Tensor, total: Tensor, sums: RunningSums) -> AsyncResult:
         """Let ``sums`` add all ranks' ``gradients``, laid out as targets, to ``total``, laid out as the source, rank by
@@ -65,13 +64,20 @@ class SliceExchange:
         outgoing = gradients if _is_in_order(self.come) else _joined(gradients, self.come)
         receive = _sizes(self.to)
         incoming = gradients.new_empty(sum(receive))
-        work = all_to_all(incoming, outgoing, receive=receive, send=_sizes(self.come), group=self.group, async_op=True)
+        works = self._exchange(incoming, outgoing, receive=receive, send=_sizes(self.come))
 
         def make(keep: Tensor = outgoing) -> Tensor:
             sums.add(total, incoming, _places(self.to))
             return total
 
-        return AsyncResult(make, [work], "push of gradients")
+        return AsyncResult(make, works, "push of gradients")
+
+    def _exchange(self, incoming: Tensor, outgoing: Tensor, *, receive: list[int], send: list[int]) -> list[dist.Work]:
+        """Begin the all-to-all; a rank that is alone on its node copies at once."""
+        if len(self.to) == 1:
+            incoming.copy_(outgoing)
+            return []
+        return [all_to_all(incoming, outgoing, receive=receive, send=send, group=self.group, async_op=True)]
 
     @property
     def num_sent(self) -> tuple[int, int]:
