@@ -138,6 +138,13 @@ def test_what_is_needed_is_rounded_up():
     assert needed_and_available(0.06 * GIB, 0.04 * GIB) == ("61.5 MiB", "40.9 MiB")
     assert needed_and_available(1001, 1000) == ("1.0 KiB", "0.9 KiB")
     assert needed_and_available(51, 50) == ("51 bytes", "50 bytes")
+    assert needed_and_available(2 * GIB, 0) == ("2.0 GiB", "0.0 GiB")
+
+
+def test_what_fits_does_not_read_like_more_than_there_is():
+    assert needed_and_available(35.97 * GIB, 35.99 * GIB) == ("35.97 GiB", "35.99 GiB")
+    assert needed_and_available(35.9 * GIB, 35.9 * GIB + 9) == ("38,547,331,482 bytes", "38,547,331,490 bytes")
+    assert needed_and_available(20 * GIB, 40 * GIB) == ("20.0 GiB", "40.0 GiB")
 
 
 @pytest.mark.parametrize("host_memory_gib", [-1.0, float("nan"), float("inf")])

@@ -36,7 +36,9 @@ MaxLength = Annotated[
     int | None,
     typer.Option(parser=tokens_from(1), metavar="TOKENS", help="Longest sequence trained; default: no limit."),
 ]
-OverLengthOption = Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")]
+OverLengthOption = Annotated[
+    OverLength | None, typer.Option(help="What becomes of sequences over it; default: they are split.")
+]
 TokensPerStep = Annotated[
     str | None,
     typer.Option(
@@ -69,7 +71,13 @@ Overlap = Annotated[
     float | None,
     typer.Option(metavar="SHARE", help="Share of every update that computation hides; default: what passes hide."),
 ]
-Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
+DEFAULT_STEPS = 8
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=10_000, metavar="N", help=f"Global batches that every policy plans; default: {DEFAULT_STEPS}."
+    ),
+]
 Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]
 Recompute = Annotated[RecomputeMode, typer.Option(help="Layers that schemes recompute.")]
 ShardGradients = Annotated[

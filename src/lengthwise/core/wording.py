@@ -24,18 +24,21 @@ def bytes_in_words(num_bytes: float, *, digits: int = 1) -> str:
 def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:
     """Both sizes in words, in one unit and with as many digits as it takes to tell them apart.
 
-    What is needed is rounded up, what is there down: a need of more than there is never reads like less.
+    What is needed is rounded up, what is there down: a need of more than there is never reads like less, nor what fits
+    like what does not.
     """
-    smaller = min(needed_bytes, available_bytes)
+    smaller = min(needed_bytes, available_bytes) or max(needed_bytes, available_bytes)
     unit, word = next(
         ((unit, word) for unit, word in _UNITS if smaller >= unit / 10),
         (1, "bytes"),
     )
+    fits = needed_bytes <= available_bytes
     for digits in (1, 2, 3) if unit > 1 else ():
         scale = 10**digits
         needed = f"{math.ceil(needed_bytes / unit * scale) / scale:,.{digits}f}"
         available = f"{math.floor(available_bytes / unit * scale) / scale:,.{digits}f}"
-        if needed != available or needed_bytes == available_bytes:
+        reads_as_less = math.ceil(needed_bytes / unit * scale) <= math.floor(available_bytes / unit * scale)
+        if (needed != available and reads_as_less == fits) or needed_bytes == available_bytes:
             return f"{needed} {word}", f"{available} {word}"
     return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"
 

@@ -17,10 +17,10 @@ from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, make_candidates, most_tokens
-from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung, head_group_candidates
+from lengthwise.plan.space.memory_ladder import LEANER, MIXED, TILE_TOKENS, Rung
 from lengthwise.plan.space.search_space import SearchSpace
-from lengthwise.plan.space.sharded_gradients import GradientSharding, with_sharded
-from lengthwise.plan.space.sliced_packs import Slices, in_slices
+from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.session.length_candidates import LengthSearch, groups_of_heads, holding_more, schemes_of
 
 PLAIN = Rung(recomputed=0, offloaded=0)
 SELECTIVE = Rung(recomputed=1, offloaded=0, keeps_attention=True)
@@ -70,7 +70,8 @@ class LadderRung:
 
 def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost) -> tuple[LadderRung, ...]:
     """The rungs of the model and cluster of ``cost``, with the methods of ``search_space``, each longer than those
-    before; of the host where there is one: ``on_host`` is the cost with the optimizer's state there.
+    before, up to the positions that a model has learned; of the host where there is one: ``on_host`` is the cost with
+    the optimizer's state there.
 
     Where ``search_space`` names no methods, those that shard weights are a rung of their own.
     """
@@ -78,6 +79,8 @@ def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: Analyt
     fastest_before: list[Candidate] = []
     for name, candidates in _candidates_of_rungs(search_space, cost, on_host):
         at_tokens = rungs[-1].longest.max_tokens if rungs else 0
+        if 0 < cost.model.max_positions <= at_tokens:
+            break  # no sequence is longer
         if most_tokens(candidates) <= at_tokens:
             continue  # it reaches no further
         longest = max(candidates, key=lambda candidate: candidate.max_tokens)
@@ -95,14 +98,6 @@ def memory_ladder(search_space: SearchSpace, cost: AnalyticCost, on_host: Analyt
     return tuple(rungs)
 
 
-def schemes_of(
-    search_space: SearchSpace, cost: AnalyticCost, *, recomputed: Sequence[int] | None = None
-) -> list[PipelineConfig]:
-    """Schemes of the search space, those with sharded gradients too where it may choose them."""
-    schemes = search_space.schemes(cost.model.num_layers, cost.cluster, recomputed=recomputed)
-    return with_sharded(schemes) if search_space.shard_gradients is GradientSharding.AUTO else schemes
-
-
 def _candidates_of_rungs(
     search_space: SearchSpace, cost: AnalyticCost, on_host: AnalyticCost
 ) -> list[tuple[str, list[Candidate]]]:
@@ -114,7 +109,7 @@ def _candidates_of_rungs(
         ("recompute", (RECOMPUTE,)),
         ("feed-forward tiles", (TILES,)),
     ]
-    every = (*MIXED, *LEANER)
+    every, costs = (*MIXED, *LEANER), (cost, on_host) if has_host else (cost,)
     if has_host:
         steps.append(("activations on host", tuple(rung for rung in every if rung.offloaded)))
     made_by_rung = [*_without_recompute(search_space, cost), *_steps(steps, search_space, cost)]
@@ -123,16 +118,9 @@ def _candidates_of_rungs(
     if has_host:
         made_by_rung += _steps([("optimizer on host", every)], search_space.widest, on_host)
     beside = [candidate for _, candidates in made_by_rung for candidate in candidates]
-    in_groups = [
-        candidate
-        for of in ((cost, on_host) if has_host else (cost,))
-        for candidate in groups_of_heads(search_space.widest, of, beside=beside)
-    ]
-    sliced: list[Candidate] = []
-    if search_space.slices is Slices.AUTO:
-        held_tokens = most_tokens((*beside, *in_groups))
-        leanest = max((candidates for _, candidates in made_by_rung), key=most_tokens)
-        sliced = [option for option in in_slices(leanest) if option.max_tokens > held_tokens]
+    in_groups = [candidate for of in costs for candidate in groups_of_heads(search_space.widest, of, beside=beside)]
+    search, before = LengthSearch(search_space=search_space.widest, costs=costs), most_tokens((*beside, *in_groups))
+    sliced = [option for option in holding_more(search.sliced_for, before) if option.max_tokens > before]
     return [*made_by_rung, ("attention by groups of heads", in_groups), ("slices in time", sliced)]
 
 
@@ -150,20 +138,6 @@ def _without_recompute(search_space: SearchSpace, cost: AnalyticCost) -> Iterato
     longest, before = (most_tokens(of) for of in (with_shares, with_whole))
     if longest > before:
         yield "sharded gradients", with_shares
-
-
-def groups_of_heads(
-    search_space: SearchSpace, cost: AnalyticCost, *, beside: Sequence[Candidate] = ()
-) -> list[Candidate]:
-    """Candidates whose attention computes groups of heads, and which hold more tokens than all of ``beside``."""
-    cluster = cost.cluster
-    return list(
-        head_group_candidates(
-            schemes_of(search_space, cost, recomputed=(0,)), beside, cost,
-            num_devices=cluster.num_devices, num_groups=cost.head_groups,
-            has_host=cluster.device.host_bytes_per_s > 0,
-        )
-    )  # fmt: skip
 
 
 def _steps(

@@ -1,23 +1,21 @@
 """The longest sequence that each parallel configuration holds, and the cheapest configuration for a length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, most_tokens
-from lengthwise.plan.space.memory_ladder import ladder_candidates, selective_candidates
+from lengthwise.plan.space.nothing_fits import host_is_full
 from lengthwise.plan.space.search_space import SearchSpace
-from lengthwise.plan.space.sliced_packs import Slices, in_slices
-from lengthwise.session.ladder_rungs import LadderRung, groups_of_heads, memory_ladder, schemes_of
+from lengthwise.session.ladder_rungs import LadderRung, memory_ladder
+from lengthwise.session.length_candidates import LengthSearch, holding_more, priced, schemes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,77 +107,37 @@ def memory_limits(
     price = partial(AnalyticCost, model=model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
     cost, num_layers = price(), model.num_layers
     asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
-    candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
+    candidates = tuple(priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     if search_space.methods is None and most_tokens(candidates) < (length or 1):
         search_space = search_space.widest
-        candidates = tuple(_priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
-    if not length:
-        ladder = memory_ladder(asked, price(), price(state_on_host=True))
-        if not ladder:
-            on_host = price(state_on_host=True)
-            spare = _priced(schemes_of(search_space, on_host), on_host, cluster) if on_host.state_on_host else ()
-            _check_any_fits([*candidates, *spare], model, cluster)
-        return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
+        candidates = tuple(priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     on_host = price(state_on_host=True)
     costs = (cost, on_host)[: 1 + on_host.state_on_host]
-    every: list[Candidate] = []
-    for made_by, priced_by in product((_with_ladder, _in_groups, _in_slices), costs):
-        every += made_by(search_space, priced_by, length)
-        if fits := [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]:
-            break
-    if not fits:
+    if not length:
+        ladder = memory_ladder(asked, cost, on_host)
+        if not ladder:
+            spare = priced(schemes_of(search_space, on_host), on_host, cluster) if on_host.state_on_host else ()
+            _check_any_fits([*candidates, *spare], model, cluster)
+        return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
+    search = LengthSearch(search_space=search_space, costs=costs)
+    every = search.candidates_for(length)
+    fitting = [candidate for candidate in every if candidate.max_tokens >= length]
+    if not fitting:
         _check_any_fits(every, model, cluster)
+        every = holding_more(search.candidates_for, most_tokens(every)) or every
+        fitting = [candidate for candidate in every if candidate.max_tokens >= length]
+    if not fitting:
         _refuse(every, length, cluster)
+    fits = [_fit(candidate, length) for candidate in fitting]
     fits.sort(key=lambda fit: (fit.device_s, fit.candidate.num_devices))
     return MemoryLimits(model=model, cluster=cluster, candidates=candidates, length=length, fits=tuple(fits))
-
-
-def _with_ladder(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
-    """Candidates with selective recompute, offload and tiles too, where that pays or so long a sequence needs it."""
-    cluster, schemes = cost.cluster, schemes_of(search_space, cost)
-    candidates = tuple(_priced(schemes, cost, cluster))
-    present = tuple([candidate for candidate in candidates if candidate.max_tokens])
-    options: dict[str, Any] = {"num_devices": cluster.num_devices, "max_length": length}
-    selective = selective_candidates(schemes, present, cost, **options)
-    has_host = cluster.device.host_bytes_per_s > 0
-    more = ladder_candidates(schemes, present + selective, cost, **options, has_host=has_host)
-    return [*candidates, *selective, *more]
-
-
-def _in_groups(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
-    """Candidates whose attention computes groups of heads, which hold a sequence of ``length`` or hold the most."""
-    return _holding(groups_of_heads(search_space, cost), length)
-
-
-def _in_slices(search_space: SearchSpace, cost: AnalyticCost, length: int) -> list[Candidate]:
-    """Candidates whose micro-batches have slices, which hold a sequence of ``length`` or hold the most."""
-    if search_space.slices is Slices.NONE:
-        return []
-    return _holding(in_slices(_with_ladder(search_space, cost, length)), length)
-
-
-def _holding(candidates: Sequence[Candidate], length: int) -> list[Candidate]:
-    """The candidates that hold a sequence of ``length``; else the one that holds the most, whose limit is told."""
-    fitting = [candidate for candidate in candidates if candidate.max_tokens >= length]
-    return fitting or sorted(candidates, key=lambda candidate: -candidate.max_tokens)[:1]
-
-
-def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
-    """Candidates that ``cost`` has a price for and the cluster has the devices for, fitting or not."""
-    for scheme in schemes:
-        candidate = Candidate(scheme=scheme, cost=cost, num_cluster_devices=cluster.num_devices)
-        try:
-            if scheme.num_devices <= cluster.num_devices and candidate.max_tokens >= 0:
-                yield candidate
-        except InputError:
-            continue  # such as more devices than the model has heads
 
 
 def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
     if not candidates:
         raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
     if not any(candidate.max_tokens for candidate in candidates):
-        _check_host(candidates, spec, cluster)
+        _check_host(candidates, cluster)
         state_bytes = min(candidate.state_bytes for candidate in candidates)
         least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
         raise InfeasibleError(
@@ -190,19 +148,12 @@ def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: C
         )  # fmt: skip
 
 
-def _check_host(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
+def _check_host(candidates: Sequence[Candidate], cluster: ClusterSpec) -> None:
     """Raise ``InfeasibleError`` if devices have room for a token, and the host none for what is kept there."""
     lacking = [candidate for candidate in candidates if candidate.is_limited_by_host]
     fitting = [candidate for candidate in lacking if candidate.state_bytes < cluster.device.memory_bytes]
     if fitting:
-        host_bytes = min(candidate.host_bytes(1) for candidate in fitting)
-        needed, available = needed_and_available(host_bytes, cluster.device.host_memory_bytes)
-        raise InfeasibleError(
-            f"{spec.name} on {cluster.name}: devices have room with the optimizer's state in host memory, where it "
-            f"takes at least {needed} per device; a device's share of the host has {available}. Give --host-memory if "
-            "there is more, or more or larger devices.",
-            what=spec.name, value=host_bytes, limit=cluster.device.host_memory_bytes, unit="bytes",
-        )  # fmt: skip
+        raise host_is_full(min(candidate.host_bytes(1) for candidate in fitting), cluster)
 
 
 def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:

@@ -206,6 +206,10 @@ def make_cluster(
         raise InputError(f"--device {brief(device)[1:-1]}: {error}") from None
     if devices_per_node < 1 or num_devices < 1:
         raise InputError(f"--gpus {num_devices} in nodes of {devices_per_node}: at least 1 of each is needed")
+    if memory_gib is not None and memory_margin is not None:
+        raise InputError(
+            f"--memory-margin {memory_margin:g} beside --hbm {memory_gib:g}: plans may fill all of --hbm; leave one out"
+        )
     try:
         shape = ClusterSpec.of_devices(num_devices, resolve_device(device), devices_per_node=devices_per_node).shape
         cluster = cluster_preset(f"{shape}x{device}", memory_gib=memory_gib, host_memory_gib=host_memory_gib)

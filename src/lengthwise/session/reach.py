@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import MOST_TOKENS, LengthIndex
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.session.compare_policies import PolicyComparison
@@ -70,7 +69,7 @@ class PolicyReach:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """Every policy on one cluster, the one with the longest reach first."""
+    """Every policy on one cluster, the one with the longest reach first; none may reach any length."""
 
     cluster: ClusterSpec
     lengths: tuple[int, ...]
@@ -104,8 +103,6 @@ def policy_reach(
         most_tokens: the longest sequence asked for; 0: as long as any policy can hold.
         on_length: hears of progress.
 
-    Raises:
-        InfeasibleError: no policy can train any length.
     """
     search = _Search(contest, cluster, tokens_per_step, on_length)
     lengths, limit = [], most_tokens or MOST_TOKENS
@@ -118,8 +115,6 @@ def policy_reach(
         length = min(length * GROWTH, limit)
     search.refine()
     policies = sorted(map(search.of, reversed(contest.policies)), key=lambda policy: policy.rank, reverse=True)
-    if not policies[0].reached:
-        raise InfeasibleError(policies[0].refused)
     return Reach(
         cluster=cluster,
         lengths=tuple(length for length in lengths if any(policy.at(length) for policy in policies)),

@@ -380,9 +380,31 @@ def test_reach_shows_a_row_a_policy_up_to_a_length_that_is_asked(cli):
         ([*REACH, "--lengths", "commoncrawl"], 2, "--lengths, or --reach"),
         ([*REACH[:1], *REACH[2:]], 2, "--lengths, or --reach"),
         ([*REACH, "--tokens", "1B"], 2, "--tokens is for the lengths of a training"),
+        ([*REACH, "--steps", "3"], 2, "--steps is for the lengths of a training"),
+        ([*REACH, "--over-length", "drop"], 2, "--over-length is for the lengths of a training"),
+        ([*REACH, "--memory-margin", "0.1"], 2, "--memory-margin 0.1 beside --hbm 0.3: plans may fill all of --hbm"),
         ([*REACH, "--hbm", "0.0001", "--policies", "static"], 3, "no scheme fits"),
     ],
 )
 def test_what_has_no_reach_is_refused(cli, arguments, code, message):
     found, _, err = cli(*arguments)
     assert found == code and message in err
+
+
+def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
+    given = "compare", "--reach", "--model", "llama-7b", "--device", "A100-40GB", "--host-memory", "0"
+    code, out, err = cli(*given, "--gpus", "1,4", "--policies", "static", "--max-length", "4096")
+    rows = [line.split() for line in out.splitlines() if line.startswith("static ")]
+    assert code == 0 and [row[-1] for row in rows] == ["none", "4,096"], err
+    assert "has 0.0 GiB. Raise --host-memory" in " ".join(out.split())
+
+
+def test_any_number_of_devices_is_compared(cli):
+    """Nodes of eight, the last of which has fewer."""
+    given = "compare", "--model", "llama-7b", "--device", "H100-80GB", "--lengths", "commoncrawl", "--steps", "1"
+    document = json.loads(cli(*given, "--gpus", "9,12,21", "--policies", "static,hydraulis,auto", "--json")[1])
+    shapes = ("1x8+1", "1x8+4", "2x8+5")
+    for cluster, shape in zip(document["clusters"], shapes, strict=True):
+        assert cluster["cluster"] == f"{shape}xH100-80GB"
+        speeds = {policy["policy"]: policy["tokens_per_s"] for policy in cluster["policies"]}
+        assert speeds["auto"] == max(speeds.values())

@@ -179,10 +179,17 @@ def test_slices_are_the_last_rung_and_hold_a_length_that_nothing_else_does(cli):
     length = str((others[-1]["max_tokens"] + last["max_tokens"]) // 2)
     limits = ask(cli, *few, "--length", length)
     assert limits["fits"] and all(fit["slices"] > 1 for fit in limits["fits"])
-    assert limits["longest"]["max_tokens"] == pytest.approx(last["max_tokens"], rel=0.01), "with tiles or without"
+    assert ask(cli, *few, "--length", str(last["max_tokens"]))["fits"]
+    code, _, err = cli(*GIVEN, *few, "--length", str(last["max_tokens"] + 1))
+    assert code == 3 and f"The longest that fits has {last['max_tokens']:,} tokens" in " ".join(err.split())
     code, _, err = cli(*GIVEN, *few, "--length", length, "--slices", "none")
     assert code == 3 and f"{others[-1]['max_tokens']:,} tokens" in " ".join(err.split())
     assert "slices in time" not in [rung["rung"] for rung in ask(cli, *few, "--slices", "none")["ladder"]]
+
+
+def test_the_ladder_ends_where_a_model_has_no_more_positions(cli):
+    given = "--model", "bert-1024", "--device", "RTX4090-24GB", "--gpus", "1"
+    assert len(ask(cli, *given)["ladder"]) == 1 and ask(cli, *given)["ladder"][0]["max_tokens"] > 512
 
 
 def test_selective_recompute_is_looked_at_for_a_length(cli):
@@ -204,10 +211,18 @@ def test_options_that_contradict_one_another_are_named_as_options(cli, command):
     assert code == 2 and "--shard-gradients=all, and by metp ranks hold shards" in err
 
 
-@pytest.mark.parametrize("more", [(), ("--length", "1000")])
-def test_a_host_without_room_for_the_state_is_named(cli, more):
-    given = ("memory", "--model", "llama-7b", "--device", "A100-40GB", "--gpus", "3", "--max-stages", "1", *more)
-    code, _, err = cli(*given, "--host-memory", "10")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("memory",),
+        ("memory", "--length", "1000"),
+        ("compare", "--lengths", "commoncrawl", "--max-length", "1000", "--steps", "1", "--policies", "static"),
+    ],
+    ids=["memory", "memory of a length", "compare"],
+)
+def test_a_host_without_room_for_the_state_is_named(cli, command):
+    given = ("--model", "llama-7b", "--device", "A100-40GB", "--gpus", "3", "--max-stages", "1")
+    code, _, err = cli(*command, *given, "--host-memory", "10")
     assert code == 3 and "at least 34.0 GiB per device; a device's share of the host has 10.0 GiB" in err
-    assert "Give --host-memory if there is more" in err
-    assert cli(*given, "--host-memory", "36")[0] == 0
+    assert "Raise --host-memory if there is more" in err
+    assert cli(*command, *given, "--host-memory", "60")[0] == 0

@@ -1,5 +1,6 @@
 """`lengthwise compare`: what every policy would make of some lengths, a model and a cluster; needs no torch."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def run(
     lengths: its.Lengths = None,
     reach: its.Reach = False,
     max_length: its.MaxLength = None,
-    over_length: its.OverLengthOption = its.OverLength.SPLIT,
+    over_length: its.OverLengthOption = None,
     tokens_per_step: its.TokensPerStep = None,
     network: its.Network = None,
     link: its.Link = None,
@@ -28,7 +29,7 @@ def run(
     profile: its.ProfilePath = None,
     jitter: its.Jitter = 0.0,
     overlap: its.Overlap = None,
-    steps: its.Steps = 8,
+    steps: its.Steps = None,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,
     memory_margin: shared.MemoryMargin = None,
@@ -56,12 +57,17 @@ def run(
 
     memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **memory)
-    source, budget = _source(lengths, html, tokens, price_per_hour, reach=reach), parse_budget(tokens, price_per_hour)
+    of_lengths = {
+        "--html": html, "--tokens": tokens, "--price-per-hour": price_per_hour, "--steps": steps,
+        "--over-length": over_length,
+    }  # fmt: skip
+    source, budget = _source(lengths, of_lengths, html, reach=reach), parse_budget(tokens, price_per_hour)
     contest, ledger = comparison_of(
-        source, model=model, policies=_names(policies), steps=steps, spelling=COMMAND_LINE, max_length=max_length,
-        over_length=over_length.value, max_degree=max_degree, max_stages=max_stages, methods=_names(methods),
-        recompute=recompute.value, offload=offload.value, shard_gradients=shard_gradients.value, seed=seed,
-        zero_bubble=zero_bubble.value, slices=slices.value, dtype=dtype.value, profile=profile, overlap=overlap,
+        source, model=model, policies=_names(policies), steps=steps or its.DEFAULT_STEPS, spelling=COMMAND_LINE,
+        max_length=max_length, over_length=(over_length or its.OverLength.SPLIT).value, max_degree=max_degree,
+        max_stages=max_stages, methods=_names(methods), recompute=recompute.value, offload=offload.value,
+        shard_gradients=shard_gradients.value, seed=seed, zero_bubble=zero_bubble.value, slices=slices.value,
+        dtype=dtype.value, profile=profile, overlap=overlap,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
@@ -79,15 +85,17 @@ def _names(text: str | None) -> list[str] | None:
 
 
 def _source(
-    lengths: str | None, html: Path | None, tokens: str | None, price_per_hour: float | None, *, reach: bool
+    lengths: str | None, of_lengths: Mapping[str, object], html: Path | None, *, reach: bool
 ) -> str | list[int]:
-    """Where lengths come from; for --reach any, as it makes its own. A page is looked for a place first."""
+    """Where lengths come from; for --reach any, as it makes its own, and none of the options ``of_lengths`` is for it.
+    A page is looked for a place first.
+    """
     check_place(html, "--html")
     if reach == (lengths is not None):
         raise InputError("give --lengths, or --reach for the speed over the length of sequences; one of them, not both")
     if lengths is not None:
         return lengths
-    for option, value in (("--html", html), ("--tokens", tokens), ("--price-per-hour", price_per_hour)):
+    for option, value in of_lengths.items():
         if value is not None:
             raise InputError(f"{option} is for the lengths of a training, not for --reach; leave it out")
     return [1]

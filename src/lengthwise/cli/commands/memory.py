@@ -68,10 +68,10 @@ def run(
             max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
             shard_gradients=shard_gradients, slices=slices if is_causal_and_own(spec) else Slices.NONE,
         )  # fmt: skip
-    limits = memory_limits(
-        spec, cluster, search_space, dtype=dtype.value, length=length,
-        narrow_gradients=gradient_dtype is GradientDtype.COMPUTE,
-    )  # fmt: skip
+        limits = memory_limits(
+            spec, cluster, search_space, dtype=dtype.value, length=length,
+            narrow_gradients=gradient_dtype is GradientDtype.COMPUTE,
+        )  # fmt: skip
     if json:
         emit_json(limits.to_json())
     else:

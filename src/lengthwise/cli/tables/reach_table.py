@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lengthwise.cli.tables.compare_table import table_of
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.session.compare_policies import PolicyComparison
 from lengthwise.session.console import emit_json, progress, stdout
 from lengthwise.session.reach import Reach, policy_reach
@@ -19,7 +20,7 @@ def show_reach(contest: PolicyComparison, points: Sequence[SweepPoint], *, max_l
         json: whether it is a document.
 
     Raises:
-        InfeasibleError: no policy can train any length on one of the clusters.
+        InfeasibleError: no policy can train any length on any of the clusters.
     """
     limits = [limit for limit in (max_length, contest.model.max_positions) if limit]
     with progress() as bar:
@@ -34,6 +35,8 @@ def show_reach(contest: PolicyComparison, points: Sequence[SweepPoint], *, max_l
             )
             for point in points
         ]
+    if not any(policy.reached for reach in reaches for policy in reach.policies):
+        raise InfeasibleError(reaches[0].policies[0].refused)
     if json:
         model = {"model": contest.model.name, "dtype": contest.dtype}
         return emit_json({**model, "clusters": [reach.to_json() for reach in reaches]})

@@ -5,18 +5,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InfeasibleError, InputError, Setting
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.garbage import collection_paused
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.space.balanced_steps import pays
 from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, most_tokens, schemes_of, stages_of
@@ -28,6 +27,7 @@ from lengthwise.plan.space.memory_ladder import (
     ladder_candidates,
     selective_candidates,
 )
+from lengthwise.plan.space.nothing_fits import nothing_fits
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.sharded_gradients import GradientSharding, paying_schemes, sharded, with_sharded
 from lengthwise.plan.space.sliced_packs import Slices, with_slices
@@ -194,7 +194,8 @@ def make_problem(
         (cost,) if spare is None else (cost, spare), cluster, num_layers, max_length, search_space, token_limit, samples
     )
     if not candidates:
-        _refuse(schemes, cost, cluster, search_space)
+        limits = {"degree": search_space.max_degree, "stages": search_space.max_stages}
+        raise nothing_fits(schemes, cost, cluster, spare=spare, limits=limits)
     return PlanningProblem(
         candidates=candidates,
         num_devices=cluster.num_devices,
@@ -329,37 +330,6 @@ def _rungs(
     if search_space.offload is not OffloadMode.ALL:
         joined += ladder_candidates(schemes, joined + beside, cost, **options, **search_space.rungs_on(cluster))
     return joined[len(candidates) :]
-
-
-def _refuse(
-    schemes: Sequence[PipelineConfig], cost: CostModel, cluster: ClusterSpec, search_space: SearchSpace
-) -> NoReturn:
-    """Say what the leanest scheme needs before its first token."""
-    needed, reasons = dict[PipelineConfig, int](), list[str]()
-    for scheme in schemes:
-        if scheme.num_devices > cluster.num_devices:
-            continue
-        try:
-            needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
-        except InputError as error:  # no costs for it
-            reasons.append(error.marked.rstrip("."))
-    if not needed:
-        why = f": {reasons[0]}. Or allow" if reasons else "; allow"
-        raise InfeasibleError(f"no scheme of the search space has costs{why} other methods, degrees or stages")
-    leanest = min(needed, key=lambda scheme: needed[scheme])
-    limits = [
-        name
-        for name, limit in (("degree", search_space.max_degree), ("stages", search_space.max_stages))
-        if limit is not None
-    ]
-    more = f", a higher limit of {' and '.join(limits)}" if limits else ""
-    least, available = needed_and_available(needed[leanest], cluster.device.memory_bytes)
-    raise InfeasibleError(
-        f"no scheme fits: the leanest, {leanest.name}, takes {least} per device for weights, gradients and its share "
-        f"of the optimizer, one token included; a device has {available}. Use devices with more memory, more of "
-        f"them{more} or a smaller model.",
-        what=leanest.name, value=needed[leanest], limit=cluster.device.memory_bytes, unit="bytes",
-    )  # fmt: skip
 
 
 def make_sampler(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Sampler:
