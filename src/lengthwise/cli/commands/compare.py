@@ -1,8 +1,8 @@
 """`lengthwise compare`: what every policy would make of some lengths, a model and a cluster; needs no torch."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
@@ -11,6 +11,11 @@ from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.report.whole_file import check_place
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 from lengthwise.sim.sim_options import SimOptions
+
+if TYPE_CHECKING:
+    from lengthwise.core.specs import ClusterSpec
+    from lengthwise.session.compare_policies import PolicyComparison
+    from lengthwise.session.sweep import SweepPoint
 
 
 def run(
@@ -53,15 +58,12 @@ def run(
     from lengthwise.cli.tables.reach_table import show_reach
     from lengthwise.session.compare_lengths import comparison_page
     from lengthwise.session.plan_lengths import comparison_of
-    from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
+    from lengthwise.session.sweep import parse_budget
 
     memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **memory)
-    of_lengths = {
-        "--html": html, "--tokens": tokens, "--price-per-hour": price_per_hour, "--steps": steps,
-        "--over-length": over_length,
-    }  # fmt: skip
-    source, budget = _source(lengths, of_lengths, html, reach=reach), parse_budget(tokens, price_per_hour)
+    budget: dict[str, Any] = {"tokens": tokens, "price_per_hour": price_per_hour}
+    source = _source(lengths, reach=reach, html=html, **budget, steps=steps, over_length=over_length)
     contest, ledger = comparison_of(
         source, model=model, policies=_names(policies), steps=steps or its.DEFAULT_STEPS, spelling=COMMAND_LINE,
         max_length=max_length, over_length=(over_length or its.OverLength.SPLIT).value, max_degree=max_degree,
@@ -69,10 +71,8 @@ def run(
         shard_gradients=shard_gradients.value, seed=seed, zero_bubble=zero_bubble.value, slices=slices.value,
         dtype=dtype.value, profile=profile, overlap=overlap,
     )  # fmt: skip
-    sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
-    networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
-    points = sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)
-    contest = replace(contest, budget=budget, simulation=SimOptions(jitter=jitter, seed=seed))
+    points = _points(clusters, tokens_per_step, network, link, contest)
+    contest = replace(contest, budget=parse_budget(**budget), simulation=SimOptions(jitter=jitter, seed=seed))
     if reach:
         return show_reach(contest, points, max_length=max_length, json=json)
     results = compare_with_progress(contest, points, with_steps=html is not None)
@@ -84,9 +84,22 @@ def _names(text: str | None) -> list[str] | None:
     return None if text is None else split_names(text)
 
 
-def _source(
-    lengths: str | None, of_lengths: Mapping[str, object], html: Path | None, *, reach: bool
-) -> str | list[int]:
+def _points(
+    clusters: "list[ClusterSpec]",
+    tokens_per_step: str | None,
+    network: str | None,
+    link: str | None,
+    contest: "PolicyComparison",
+) -> "list[SweepPoint]":
+    """The clusters, tokens of a step and links that are compared, from the texts of options."""
+    from lengthwise.session.sweep import parse_rates, parse_token_counts, sweep_points
+
+    sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
+    networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
+    return sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)
+
+
+def _source(lengths: str | None, *, reach: bool, html: Path | None, **of_lengths: object) -> str | list[int]:
     """Where lengths come from; for --reach any, as it makes its own, and none of the options ``of_lengths`` is for it.
     A page is looked for a place first.
     """
@@ -95,7 +108,8 @@ def _source(
         raise InputError("give --lengths, or --reach for the speed over the length of sequences; one of them, not both")
     if lengths is not None:
         return lengths
-    for option, value in of_lengths.items():
+    for name, value in {"html": html, **of_lengths}.items():
         if value is not None:
+            option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option} is for the lengths of a training, not for --reach; leave it out")
     return [1]
