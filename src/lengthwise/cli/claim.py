@@ -2,12 +2,13 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lengthwise.core.atomic_write import make_folder, reason, remove_empty, shown
 from lengthwise.core.errors import InputError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 LAUNCHER_LOCK, RANKS_LOCK = "launcher", "ranks"
 TOKEN_VARIABLE = "LENGTHWISE_LOCK"
 """How ranks know that the launcher that holds their folder is the one that started them."""
+_tokens: set[str] = set()
+"""Of the locks of the run that this process is a rank of."""
 
 
 @contextmanager
@@ -69,12 +72,25 @@ def check_unused(folder: RunFolder) -> None:
             folder.lock(holder).check_free()
 
 
+def another_run_holds(folder: RunFolder) -> bool:
+    """Whether a run that this process is no part of has taken the folder over, as while its machine slept."""
+    tokens = {os.environ.get(TOKEN_VARIABLE, ""), *_tokens} - {""}
+    return bool(tokens) and any(folder.lock(holder).is_of_another(tokens) for holder in (LAUNCHER_LOCK, RANKS_LOCK))
+
+
+def loss_in_words(folder: Path) -> str:
+    """Say that a folder is not this run's any more, and why."""
+    what = "another run has taken it over" if folder.is_dir() else "it was removed or moved"
+    return f"{shown(folder)} is not this run's any more ({what})"
+
+
 class RanksClaim:
     """What the first rank holds while it trains, so that no other run begins even if its launcher is gone."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._lock: FolderLock | None = None
+        self._checked_s = _clock_s()
 
     def take(self, *, is_restarted: bool) -> None:
         """Take the folder; after a restart, the first rank of before may seem alive for a while on another machine.
@@ -89,6 +105,25 @@ class RanksClaim:
         _acquire(lock, wait_s=1.5 * STALE_S if is_restarted else 0.0, ends_if_lost=True)
         self._lock = lock
 
+    def share(self, world: "DistContext") -> None:
+        """Let all ranks know what the first one holds. Every rank calls this."""
+        from lengthwise.runtime.comm.objects import broadcast_json
+
+        _tokens.add(broadcast_json(world, self._lock.token if self._lock is not None else ""))
+
+    def check(self) -> None:
+        """End this process, on any rank, if another run has the folder: to be called before anything is written there.
+
+        Only who slept for long can have been replaced, so that ranks but the first look again after a while alone.
+        """
+        if self._lock is not None:
+            self._lock.check_held()
+            return
+        now_s = _clock_s()
+        if now_s - self._checked_s > STALE_S / 2 and another_run_holds(self._folder):
+            _end_lost(self._folder.path)
+        self._checked_s = now_s
+
     @property
     def is_taken(self) -> bool:
         """Whether this process holds the folder."""
@@ -101,19 +136,24 @@ class RanksClaim:
 
 
 def _acquire(lock: FolderLock, *, wait_s: float = 0.0, ends_if_lost: bool = False) -> None:
-    folder = lock.file.parent
-
-    def end() -> None:
-        what = "another run has taken it over" if folder.is_dir() else "it was removed"
-        with suppress(OSError):
-            sys.stderr.write(f"error: {shown(folder)} is not this run's any more ({what}); the run ends\n")
-            sys.stderr.flush()
-        os._exit(1)  # whatever is written now may be among files of another run
-
+    folder, parent = lock.file.parent, os.environ.get(TOKEN_VARIABLE, "")
     try:
-        lock.acquire(wait_s=wait_s, on_lost=end if ends_if_lost else None)
+        lock.acquire(wait_s=wait_s, on_lost=partial(_end_lost, folder) if ends_if_lost else None, parent=parent)
     except OSError as error:
         raise InputError(f"run_folder {shown(folder)} cannot be written ({reason(error)}); name another") from None
+
+
+def _end_lost(folder: Path) -> NoReturn:
+    """End this process at once: whatever it writes now may be among the files of another run."""
+    with suppress(OSError):
+        sys.stderr.write(f"error: {loss_in_words(folder)}; the run ends\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _clock_s() -> float:
+    """Seconds that also go on while the machine sleeps, where the system counts those."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
 
 
 def check_seen_by_all(folder: RunFolder, world: "DistContext") -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 
+from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
 from lengthwise.config.run_config import load_saved
 from lengthwise.core.atomic_write import reason, shown
@@ -15,6 +16,8 @@ def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
 
     A rank that was killed cannot write status.json; then this does.
     """
+    if another_run_holds(folder):
+        return LengthwiseError(f"{loss_in_words(folder.path)}; the run ends")
     status = read_status(folder)
     state = status.get("state")
     if state in (FAILED, PREEMPTED):
@@ -23,7 +26,8 @@ def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
         return error
     if not folder.path.is_dir():
         return LengthwiseError(
-            f"{shown(folder.path)} was removed while the run wrote to it; nothing is left of the run"
+            f"{shown(folder.path)} was removed or moved while the run wrote to it. Where it is still there, by another "
+            "name, go on with: lengthwise train --resume NAME"
         )
     words = f"{killed or status.get('error') or 'a rank died'}. {way_on(folder)}"
     with suppress(OSError):
@@ -35,7 +39,8 @@ def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
 def ask_to_stop(folder: RunFolder) -> str:
     """Ask all ranks to save and end after the step in flight; what to tell the user, who asked for it."""
     try:
-        folder.stop.touch()
+        if not another_run_holds(folder):
+            folder.stop.touch()
     except OSError as error:  # this runs in a signal's handler, where an error would end the launcher alone
         return f"the run cannot be asked to stop ({reason(error)}); Ctrl-C once more ends it at once, without saving"
     return "stopping after the step in flight, with a checkpoint; Ctrl-C once more ends at once"

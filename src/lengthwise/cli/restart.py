@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.config.run_config import Config, load_saved
@@ -52,8 +53,11 @@ def earlier_end(folder: RunFolder) -> int | None:
 def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "") -> None:
     """Record how the run goes, and the step of the newest checkpoint once it has ended.
 
-    Where the disk is full, the file is written over in place: it has been given room for that from the start.
+    Where the disk is full, the file is written over in place: it has been given room for that from the start. Where
+    another run has taken the folder over, nothing is written.
     """
+    if another_run_holds(folder):
+        return
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
     if state != RUNNING:
         document["safe_step"] = None
@@ -93,6 +97,9 @@ def report_error(folder: RunFolder, error: Exception) -> bool:
     """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
     if not is_first():
         time.sleep(SAME_ERROR_WITHIN_S)  # what all ranks meet at once, the first tells
+    if another_run_holds(folder):
+        sys.stderr.write(f"error: {loss_in_words(folder.path)}\n")
+        return False
     state, words = _state_after(error), reason_of(error)
     exit_code = error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code
     if read_status(folder).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):

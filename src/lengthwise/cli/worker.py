@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -84,9 +85,11 @@ def run_worker(
         world = start_world(config.train.device, timeout_s=config.train.timeout_s)
         require_equal(world, settings_to_compare(config, resume=resume, fall_back=fall_back))
         check_seen_by_all(folder, world)
+        claim.share(world)
         if world.is_first:
             write_status(folder, RUNNING)
-        _train(config, world, ResumePoint(folder=folder, resume=resume, fall_back=fall_back), stop, quiet=quiet)
+        start = ResumePoint(folder=folder, resume=resume, fall_back=fall_back)
+        _train(config, world, start, stop, check_folder=claim.check, quiet=quiet)
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
@@ -136,7 +139,10 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 
-def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest, *, quiet: bool) -> None:
+def _train(
+    config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest, *, check_folder: Callable[[], None],
+    quiet: bool,
+) -> None:  # fmt: skip
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import TrainingLoop
@@ -166,6 +172,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
             stream=parts.stream,
             planner=parts.planner,
             folder=start.folder,
+            check_folder=check_folder,
             stop=stop,
             world=world,
             peak_flops_per_s=cluster.device.flops_per_s if world.device.type == "cuda" else None,

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -25,6 +25,8 @@ BEAT_S = 5.0
 """How often the holder of a lock shows that it lives."""
 STALE_S = 60.0
 """A lock of another machine that has not changed for so long is taken over."""
+MOMENT_S = 0.2
+"""Another process that looks at a lock which seems stale moves it aside for less than this."""
 _ATTEMPTS = 20
 
 
@@ -45,11 +47,14 @@ class Holder:
     """When the process began, as the kernel counts; empty: unknown."""
     command: str
     since: str
+    parent: str = ""
+    """Token of the lock of the process that started this one, if that holds one too."""
 
     @classmethod
-    def this_process(cls) -> "Holder":
+    def this_process(cls, *, parent: str = "") -> "Holder":
         """The process that asks."""
         return cls(
+            parent=parent,
             token=uuid.uuid4().hex,
             host=platform.node(),
             machine=_machine(),
@@ -64,7 +69,7 @@ class Holder:
         """Who wrote ``content``; None: it is not written yet, or by something else."""
         try:
             document = json.loads(content)
-            return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+            return cls(**{name: document[name] for name in cls.__dataclass_fields__ if name in document})
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -89,10 +94,16 @@ class FolderLock:
         self.file, self._user, self._way_out = file, user, way_out
         self._descriptor: int | None = None
         self._stop = threading.Event()
+        self._on_lost: Callable[[], None] | None = None
         self.token = ""
 
-    def acquire(self, *, wait_s: float = 0.0, on_lost: Callable[[], None] | None = None) -> None:
-        """Take the lock, or one that a process left behind. ``on_lost`` is called if it is taken away afterwards.
+    def acquire(self, *, wait_s: float = 0.0, on_lost: Callable[[], None] | None = None, parent: str = "") -> None:
+        """Take the lock, or one that a process left behind.
+
+        Args:
+            wait_s: seconds to wait for another process.
+            on_lost: called if it is taken away afterwards.
+            parent: token of the lock of the process that started this one.
 
         Raises:
             InUseError: another process holds it, also after ``wait_s``.
@@ -101,14 +112,14 @@ class FolderLock:
         until = time.monotonic() + wait_s
         while True:
             try:
-                self._acquire_now()
+                self._acquire_now(parent)
                 break
             except InUseError:
                 if time.monotonic() >= until:
                     raise
                 time.sleep(min(1.0, wait_s))
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, args=(self._stop, on_lost), name="lock", daemon=True).start()
+        self._stop, self._on_lost = threading.Event(), on_lost
+        threading.Thread(target=self._beat, args=(self._stop,), name="lock", daemon=True).start()
 
     def check_free(self) -> None:
         """Raise ``InUseError`` if a living process holds the lock; one left behind is removed."""
@@ -116,11 +127,29 @@ class FolderLock:
 
     def is_of(self, token: str) -> bool:
         """Whether the file is the lock that was taken with ``token``."""
-        try:
-            holder = Holder.parse(self.file.read_bytes())
-        except OSError:
-            return False
+        holder = self._read()
         return holder is not None and holder.token == token
+
+    def is_of_another(self, tokens: Collection[str]) -> bool:
+        """Whether the file is a lock that was taken with none of ``tokens``, and by no child of one that was."""
+        holder = self._read()
+        return holder is not None and not {holder.token, holder.parent} & set(tokens)
+
+    def _read(self) -> Holder | None:
+        try:
+            return Holder.parse(self.file.read_bytes())
+        except OSError:
+            return None
+
+    def check_held(self) -> None:
+        """Call ``on_lost`` at once if the lock was taken away: to be called before anything is written in the folder.
+
+        A process that slept may have been replaced, and does not notice by itself for a moment.
+        """
+        if not self.is_held():
+            time.sleep(MOMENT_S)
+            if not self.is_held() and self._on_lost is not None and not self._stop.is_set():
+                self._on_lost()
 
     def release(self) -> None:
         """Let the folder go, if this process holds it."""
@@ -152,9 +181,9 @@ class FolderLock:
         except OSError:
             return False
 
-    def _acquire_now(self) -> None:
+    def _acquire_now(self, parent: str) -> None:
         for _ in range(_ATTEMPTS):
-            holder = Holder.this_process()
+            holder = Holder.this_process(parent=parent)
             try:
                 descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             except FileExistsError:
@@ -210,13 +239,13 @@ class FolderLock:
             with suppress(OSError):
                 probe.unlink(missing_ok=True)
 
-    def _beat(self, stop: threading.Event, on_lost: Callable[[], None] | None) -> None:
+    def _beat(self, stop: threading.Event) -> None:
         num_missed = 0
-        while not stop.wait(BEAT_S if not num_missed else 1.0):
+        while not stop.wait(BEAT_S if not num_missed else MOMENT_S):
             num_missed = 0 if self.is_held() else num_missed + 1  # another process may look at it for a moment
             if num_missed > 1:
-                if on_lost is not None and not stop.is_set():
-                    on_lost()
+                if self._on_lost is not None and not stop.is_set():
+                    self._on_lost()
                 return
             if not num_missed:
                 with suppress(OSError, TypeError):

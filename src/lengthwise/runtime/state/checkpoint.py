@@ -28,6 +28,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     damaged,
     latest,
     outlook,
+    point_to_best,
     read_state,
     step_back,
 )
@@ -38,8 +39,8 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
 
 __all__ = [
-    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "outlook", "read_state", "save",
-    "step_back", "verify",
+    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "outlook", "point_to_best",
+    "read_state", "save", "step_back", "verify",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)

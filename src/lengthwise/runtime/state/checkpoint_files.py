@@ -134,8 +134,7 @@ def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -
     _sync(folder)
     point_to(folder, name)
     best_step = document.get("validation", {}).get("best_step")
-    if best_step == _step_of(name):
-        point_to(folder, name, pointer=BEST)
+    point_to_best(folder, best_step)
     _remove(replaced)
     older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
     good = next((path for path in older if keep.good_step is not None and _step_of(path.name) <= keep.good_step), None)
@@ -151,6 +150,18 @@ def point_to(folder: Path, name: str, *, pointer: str = POINTER) -> None:
     _write(partial, name + "\n")
     partial.replace(folder / pointer)
     _sync(folder)
+
+
+def point_to_best(folder: Path, step: int | None) -> None:
+    """Make ``best`` the checkpoint after ``step`` steps; without one, or if it is not complete, there is no best.
+
+    It may name another, of a run that was killed before it could move it, or went on from before its best step.
+    """
+    pointer, name = folder / BEST, "" if step is None else step_name(step)
+    if not any(path.name.removesuffix(_REPLACED) == name for path in candidates(folder)):
+        pointer.unlink(missing_ok=True)
+    elif not pointer.is_file() or pointer.read_text(errors="replace").strip() != name:
+        point_to(folder, name, pointer=BEST)
 
 
 def step_back(folder: Path, step: int) -> str:

@@ -7,8 +7,9 @@ first rank's gives the checkpoint its name when all have finished.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -89,12 +90,22 @@ class _Writer(dcp.FileSystemWriter):
 class CheckpointSaver:
     """Writes checkpoints in a background thread; every rank has one and makes the same calls at the same step."""
 
-    def __init__(self, folder: Path, state: ShardedState, *, keep: int, makes_parents: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: ShardedState,
+        *,
+        keep: int,
+        makes_parents: bool = False,
+        check_folder: Callable[[], None] = lambda: None,
+    ) -> None:
         """``folder``: of all the run's checkpoints; the ``keep`` newest stay in it.
 
         Without ``makes_parents`` it is an error that its parent is not there: then somebody has removed the run.
+        ``check_folder`` is called on the first rank before it makes, names or removes a checkpoint.
         """
         self._folder, self._state, self._keep, self._makes_parents = folder, state, keep, makes_parents
+        self._check_folder = check_folder
         self.good_step: int | None = None
         """The loss was finite with the weights after so many steps; None: it is not known of any."""
         self._group: HostGroup | None = None
@@ -166,10 +177,11 @@ class CheckpointSaver:
             _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
             keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
-                _first_does(lambda: _make_and_lock(self._folder, lock), group, world)
-            _write(self._folder, shares, document, group=group, world=world, keep=keep)
+                _first_does([partial(_make_and_lock, self._folder, lock)], group, world)
+            _write(self._folder, shares, document, group=group, world=world, keep=keep, check_folder=self._check_folder)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if world.is_first and (lock.token or not self._makes_parents):
+                self._check_folder()
                 files.discard(self._folder, files.step_name(step))
             self._error = error
         finally:
@@ -184,19 +196,20 @@ def _write(
     group: HostGroup,
     world: DistContext,
     keep: files.RetentionPolicy,
+    check_folder: Callable[[], None],
 ) -> None:
     """Write one checkpoint, from the empty folder to its name, on every rank; an error on one is raised on all."""
     name = files.step_name(document["step"])
-    partial = folder / f"{name}.partial"
-    _first_does(lambda: files.begin(folder, name), group, world)
-    check_shared(partial, group.gather, is_first=world.is_first)
+    unfinished = folder / f"{name}.unfinished"
+    _first_does([check_folder, partial(files.begin, folder, name)], group, world)
+    check_shared(unfinished, group.gather, is_first=world.is_first)
     tensors = {key: content.on(group.mesh) for key, content in shares.items()}
-    dcp.save(tensors, storage_writer=_Writer(partial), process_group=group.handle)
-    outcomes = group.gather(_tried(lambda: _digests(partial, world)))
+    dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=group.handle)
+    outcomes = group.gather(_tried(lambda: _digests(unfinished, world)))
     document = {**document, "files": _joined(outcomes)}
     neighbour = outcomes[(world.rank + 1) % world.size][0] if world.size > 1 else {}
-    _joined(group.gather(_tried(lambda: files.check_files(partial, neighbour))))  # another machine sees them as well
-    _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
+    _joined(group.gather(_tried(lambda: files.check_files(unfinished, neighbour))))  # another machine sees them as well
+    _first_does([check_folder, partial(files.publish, unfinished, document, keep=keep)], group, world)
 
 
 def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: int, safe: str) -> None:
@@ -220,10 +233,10 @@ def _make_and_lock(folder: Path, lock: FolderLock) -> None:
     lock.acquire()
 
 
-def _digests(partial: Path, world: DistContext) -> dict[str, Any]:
+def _digests(unfinished: Path, world: DistContext) -> dict[str, Any]:
     """Digests of the files that this rank wrote."""
-    own_files = sorted(partial.glob(f"__{world.rank}_*"))
-    own_files += [partial / ".metadata"] if world.is_first else []
+    own_files = sorted(unfinished.glob(f"__{world.rank}_*"))
+    own_files += [unfinished / ".metadata"] if world.is_first else []
     return {file.name: files.digest_of(file) for file in own_files}
 
 
@@ -235,9 +248,10 @@ def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
     return {name: value for result, _ in outcomes for name, value in (result or {}).items()}
 
 
-def _first_does(act: Callable[[], object], group: HostGroup, world: DistContext) -> None:
-    """Run ``act`` on the first rank alone; the others wait for it, and its error is raised on all."""
-    error = group.broadcast(_tried(act)[1] if world.is_first else "", is_source=world.is_first)
+def _first_does(acts: Sequence[Callable[[], object]], group: HostGroup, world: DistContext) -> None:
+    """Run ``acts`` on the first rank alone; the others wait for it, and its error is raised on all."""
+    error = _tried(lambda: [act() for act in acts])[1] if world.is_first else ""
+    error = group.broadcast(error, is_source=world.is_first)
     if error:
         raise OSError(f"rank 0: {error}")
 

@@ -66,6 +66,8 @@ class TrainingLoop:
     stream: BatchStream
     planner: Callable[[GlobalBatch], StepPlan]
     folder: RunFolder
+    check_folder: Callable[[], None] = lambda: None
+    """Called on every rank before it writes to the folder; ends the process if another run has it by now."""
     world: DistContext
     peak_flops_per_s: float | None = None
     """Of one device, for utilisation; None where it is unknown."""
@@ -85,7 +87,9 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         self.state: ShardedState = self.engine.state
-        self._saver = CheckpointSaver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
+        self._saver = CheckpointSaver(
+            self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints, check_folder=self.check_folder
+        )
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -107,6 +111,9 @@ class TrainingLoop:
             self.ledger.load_state_dict(extra.get("seen", {}))
         if self.validation is not None:
             self.validation.load_state_dict(extra.get("validation", {}))
+            if self.world.is_first:
+                with suppress(OSError):  # the next checkpoint does it again
+                    checkpoint.point_to_best(self.folder.checkpoints, self.validation.best_step)
         self.next_step = extra["step"]
         self._saver.good_step = self.next_step - 1  # the step that led here had a finite loss; the next may not
 
@@ -192,6 +199,7 @@ class TrainingLoop:
 
     def _record(self, plan: StepPlan, result: StepResult, clock: StepClock, writers: dict[str, JsonLines]) -> None:
         """Count a step that is done, validate if that is due, and write its records."""
+        self.check_folder()
         timeline = clock.timeline(plan.step)
         measured = measure(timeline, self.world, recompiles=self.engine.num_recompiles())
         self._saver.good_step = plan.step
@@ -241,6 +249,7 @@ class TrainingLoop:
 
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
+        self.check_folder()
         if self._saver.step != self.next_step:
             validated = {} if self.validation is None else {"validation": self.validation.state_dict()}
             engine = {"engine": state} if (state := self.engine.state_dict()) else {}
