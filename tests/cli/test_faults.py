@@ -149,7 +149,8 @@ def test_ranks_whose_launcher_is_killed_save_and_end(start):
     run.process.send_signal(signal.SIGKILL)
     run.process.wait(300)
     wait_until(lambda: run.folder.read_json("status.json").get("state") != "running")
-    assert run.status() == ("preempted", 75), run.folder.read_json("status.json")["error"]
+    assert run.status() == ("crashed", 1), run.folder.read_json("status.json")["error"]
+    assert "the process that started some ranks is gone" in run.folder.read_json("status.json")["error"]
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
 
 

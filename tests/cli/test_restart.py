@@ -188,13 +188,15 @@ if sys.argv[2] == "waits":
     child.stdout.readline()
 """
 CHILD = """
-import os, signal, sys, time
+import os, sys, time
+from pathlib import Path
 from lengthwise.cli.restart import end_with_parent
-def note(*_):
-    sys.stderr.write("asked to stop")
-    sys.exit()
-signal.signal(signal.SIGTERM, note)
-end_with_parent()
+from lengthwise.runtime.train.stop import StopRequest
+def note(cause):
+    sys.stderr.write(f"to stop: {cause.name}")
+    sys.stderr.flush()
+    os._exit(0)
+end_with_parent(StopRequest(Path("nowhere"), end_start=note).note_launcher_gone)
 try:
     os.write(1, b"ready\\n")
 except BrokenPipeError:
@@ -210,7 +212,7 @@ def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
     variables = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
     command = [sys.executable, "-c", PARENT, CHILD, parent]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "asked to stop"  # it returns when the rank has ended
+    assert done.stdout == "to stop: LAUNCHER_GONE"  # it returns when the rank has ended
 
 
 def test_planning_processes_are_as_many_as_the_cores_can_run(monkeypatch, capsys):

@@ -287,7 +287,9 @@ def test_a_folder_in_use_is_refused_to_all_others_until_it_is_removed_under_its_
     run.folder.path.rename(tmp_path / "trash")  # at once, as nobody writes into what is being removed
     code, printed = run.end()
     assert code == 1 and "Traceback" not in printed
-    assert "was removed while the run wrote to it" in printed or "is gone, and its checkpoints with it" in printed
+    assert (
+        "was removed or moved while the run wrote to it" in printed or "is gone, and its checkpoints with it" in printed
+    )
     assert not run.folder.path.exists()
 
 

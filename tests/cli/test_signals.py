@@ -20,7 +20,7 @@ RANK = """
 import os, sys, threading
 from pathlib import Path
 from lengthwise.runtime.train.stop import StopRequest
-stop = StopRequest(Path(sys.argv[1]), end_start=(lambda: os._exit(75)) if sys.argv[2] == "starts" else None)
+stop = StopRequest(Path(sys.argv[1]), end_start=(lambda cause: os._exit(75)) if sys.argv[2] == "starts" else None)
 os.write(1, b"ready")
 threading.Event().wait(60)  # as in a collective or a compiler
 """

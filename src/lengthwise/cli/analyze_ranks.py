@@ -1,9 +1,11 @@
 """Ranks of `lengthwise analyze`: started here, or one of those that torchrun started."""
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +63,7 @@ def analyze_as_rank(request: "AnalysisRequest", store: "TokenStore", *, device: 
     from lengthwise.runtime.comm.world import stop_world
     from lengthwise.session.analyze_index import analyze_index
 
-    end_with_parent()
+    end_with_parent(partial(os.kill, os.getpid(), signal.SIGTERM))
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
     try:
         outcome = analyze_index(request, store, device=device, restart=restart)

@@ -3,10 +3,10 @@
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +43,19 @@ def earlier_end(folder: RunFolder) -> int | None:
     """The exit code with which the ranks ended for good before torchrun started them again, if they did.
 
     torchrun knows only that a rank failed, not that it would fail again, and starts all of them up to --max-restarts
-    times. It also stops and starts them, without counting, when a machine joins: then they go on.
+    times. It also stops and starts them, without counting, when a machine joins: then they go on. So they do where
+    processes of another machine were signalled to stop, and a torchrun that was not goes on without it.
     """
     status = read_status(folder)
     is_earlier = status.get("attempt", num_restarts()) < num_restarts()
+    if status.get("by_signal") and LAUNCHER_VARIABLE not in os.environ:
+        return None
     return int(status["exit_code"]) if is_earlier and status.get("state") in OVER else None
 
 
-def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "") -> None:
+def write_status(
+    folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "", by_signal: bool = False
+) -> None:
     """Record how the run goes, and the step of the newest checkpoint once it has ended.
 
     Where the disk is full, the file is written over in place: it has been given room for that from the start. Where
@@ -59,6 +64,8 @@ def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None,
     if another_run_holds(folder):
         return
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
+    if by_signal:
+        document["by_signal"] = True
     if state != RUNNING:
         document["safe_step"] = None
         with suppress(OSError, InputError):  # the latter: there is none
@@ -107,7 +114,7 @@ def report_error(folder: RunFolder, error: Exception) -> bool:
     note_for_torchrun(words)
     is_read = RUN_FOLDER_VARIABLE in os.environ  # the process that started the ranks reads the file and tells
     try:
-        write_status(folder, state, exit_code=exit_code, error=words)
+        write_status(folder, state, exit_code=exit_code, error=words, by_signal=getattr(error, "by_signal", False))
     except OSError:
         is_read = False
     if not is_read:
@@ -168,8 +175,10 @@ def settings_of(config: Config, folder: RunFolder, *, resume: bool) -> Config:
     return config  # the same command again: it goes on
 
 
-def end_with_parent() -> None:
-    """Have this rank save and end once torchrun is gone: nobody watches it, and a successor may write where it does."""
+def end_with_parent(end: Callable[[], object]) -> None:
+    """Call ``end``, which ends this rank, once torchrun is gone: nobody watches it, and a successor may write where it
+    does.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
@@ -178,7 +187,7 @@ def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(PARENT_EVERY_S)
         shutil.rmtree(os.environ.get(LAUNCHER_FOLDER_VARIABLE, ""), ignore_errors=True)
-        os.kill(os.getpid(), signal.SIGTERM)
+        end()
 
     threading.Thread(target=watch, daemon=True).start()
 

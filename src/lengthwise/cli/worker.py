@@ -39,7 +39,7 @@ from lengthwise.data.length_stats import histogram
 from lengthwise.data.order import SHUFFLED
 from lengthwise.data.run_ledger import RunLedger
 from lengthwise.plan.plan_file import PlanFile
-from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.runtime.train.stop import StopCause, StopRequest
 from lengthwise.session.console import stderr
 from lengthwise.session.model_files import keep_model_files
 from lengthwise.session.planning import (
@@ -70,8 +70,8 @@ def run_worker(
     from lengthwise.runtime.comm.world import start_world, stop_world
 
     claim = RanksClaim(folder)
-    end_with_parent()
     stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim))
+    end_with_parent(stop.note_launcher_gone)
     try:
         if is_first():
             make_folder(folder.path, setting="run_folder")
@@ -106,17 +106,19 @@ def run_worker(
         stop.close()
 
 
-def _end_start(folder: RunFolder, claim: RanksClaim) -> NoReturn:
-    """End a rank that is asked to stop while it starts; there is nothing to save."""
+def _end_start(folder: RunFolder, claim: RanksClaim, cause: StopCause) -> NoReturn:
+    """End a rank that is to stop while it starts; there is nothing to save."""
     if is_first() and not claim.is_taken:
         os._exit(Preempted.exit_code)  # the folder may be another run's
     has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
     way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
-    report_error(
-        folder, Preempted(f"asked to stop before the first step, which left everything as it was. Go on with: {way}")
-    )
+    before = f"before the first step, which left everything as it was. Go on with: {way}"
+    error: LengthwiseError = Preempted(f"asked to stop {before}", by_signal=cause is StopCause.SIGNAL)
+    if cause is StopCause.LAUNCHER_GONE:
+        error = CommunicationError(f"the process that started this rank is gone {before}")
+    report_error(folder, error)
     claim.release()
-    os._exit(Preempted.exit_code)
+    os._exit(error.exit_code)
 
 
 def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:

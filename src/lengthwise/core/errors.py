@@ -160,6 +160,11 @@ class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
 
     exit_code = 75
 
+    def __init__(self, message: str, *, by_signal: bool = False) -> None:
+        """``by_signal``: to a process, which says nothing of others that go on; not by a file, which is for all."""
+        super().__init__(message)
+        self.by_signal = by_signal
+
 
 _EXTRA_OF = {
     "torch": "train", "safetensors": "train", "transformers": "hf", "accelerate": "hf", "tokenizers": "data",

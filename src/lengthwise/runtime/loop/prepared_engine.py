@@ -82,7 +82,7 @@ class PreparedEngine:
 
         with self._evaluating():
             for plan in plans:
-                sync_step(plan, run.world, StepClock(run.world), stop=False)
+                sync_step(plan, run.world, StepClock(run.world), stop=0)
                 forwards(
                     run.begin_plan, shown, plan, add, usual_scripts=run.usual_scripts, what="validation",
                     way_out=f"lower {Setting.MAX_TOKENS}",

@@ -200,7 +200,7 @@ def _write(
 ) -> None:
     """Write one checkpoint, from the empty folder to its name, on every rank; an error on one is raised on all."""
     name = files.step_name(document["step"])
-    unfinished = folder / f"{name}.unfinished"
+    unfinished = folder / f"{name}.partial"
     _first_does([check_folder, partial(files.begin, folder, name)], group, world)
     check_shared(unfinished, group.gather, is_first=world.is_first)
     tensors = {key: content.on(group.mesh) for key, content in shares.items()}

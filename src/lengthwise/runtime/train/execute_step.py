@@ -88,16 +88,16 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConsensus:
-    """Flags that all ranks share before a step: set if any rank sets them."""
+    """What all ranks share before a step: the greatest of any rank."""
 
-    stop: bool
-    """A rank was asked to stop."""
+    stop: int
+    """Why a rank is to stop, as :class:`~lengthwise.runtime.train.stop.StopCause`; 0: none is."""
     save_failed: bool
     """A rank knows of a checkpoint that could not be written."""
 
 
 def sync_step(
-    plan: StepPlan, world: DistContext, clock: StepClock, *, stop: bool, save_failed: bool = False
+    plan: StepPlan, world: DistContext, clock: StepClock, *, stop: int, save_failed: bool = False
 ) -> StepConsensus:
     """Check that all ranks hold the same plan, set the clock's zero, and share what any rank knows. One all-gather.
 
@@ -114,7 +114,7 @@ def sync_step(
             f"step {plan.step}: rank {other} plans {_hex(digests[other])}, rank 0 plans {_hex(digests[0])}; "
             "the ranks see different data, profiles or versions"
         )
-    return StepConsensus(stop=any(stops), save_failed=any(failures))
+    return StepConsensus(stop=max(stops), save_failed=any(failures))
 
 
 def _hex(digest: int) -> str:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
@@ -24,6 +25,16 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
+class StopCause(IntEnum):
+    """Why a run is to stop; of several causes the greatest counts."""
+
+    NONE = 0
+    LAUNCHER_GONE = 1
+    """What started this rank is gone, and nobody asked for it."""
+    SIGNAL = 2
+    FILE = 3
+
+
 class StopRequest:
     """Notes SIGTERM, SIGINT and SIGHUP instead of dying of them, so that the step in flight ends and a checkpoint is
     written. The file ``stop`` in the run folder asks for the same, of all ranks and without a signal.
@@ -32,10 +43,10 @@ class StopRequest:
     waits for other ranks or a compiler. A second Ctrl-C ends it at once too, at any time.
     """
 
-    def __init__(self, file: Path, *, end_start: Callable[[], object] | None = None) -> None:
+    def __init__(self, file: Path, *, end_start: Callable[[StopCause], object] | None = None) -> None:
         """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun."""
         self._file, self._end_start = file, end_start
-        self._is_received, self._has_begun = False, Event()
+        self._is_received, self._is_orphaned, self._has_begun = False, False, Event()
         if end_start is None:
             self._has_begun.set()
         self._interrupted_s: float | None = None
@@ -50,8 +61,23 @@ class StopRequest:
             signal.signal(number, self._note_received)
         Thread(target=self._watch, name="stop", daemon=True).start()
 
+    @property
+    def cause(self) -> StopCause:
+        """Why the run is to stop, if it is."""
+        if self._file.exists():
+            return StopCause.FILE
+        if self._is_received:
+            return StopCause.SIGNAL
+        return StopCause.LAUNCHER_GONE if self._is_orphaned else StopCause.NONE
+
     def __bool__(self) -> bool:
-        return self._is_received or self._file.exists()
+        return self.cause is not StopCause.NONE
+
+    def note_launcher_gone(self) -> None:
+        """Stop because what started this process is gone."""
+        self._is_orphaned = True
+        with suppress(OSError, AttributeError):  # closed, or without a thread
+            os.write(self._wakeup, b"\0")  # so that the thread looks
 
     def begin_steps(self) -> None:
         """Note that steps begin: from now on the step in flight ends, and is saved, before the process stops."""
@@ -75,7 +101,7 @@ class StopRequest:
             for number in os.read(self._pipe, 64) if ready else b"":
                 self._note(number)
             if self and not self._has_begun.is_set() and self._end_start is not None:
-                self._end_start()
+                self._end_start(self.cause)
         os.close(self._pipe)
 
     def _note_received(self, number: int, frame: FrameType | None) -> None:

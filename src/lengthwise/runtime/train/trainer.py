@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import is_of_disk, reason
 from lengthwise.core.batch import BatchStream, GlobalBatch
-from lengthwise.core.errors import LengthwiseError, Preempted
+from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -25,7 +25,7 @@ from lengthwise.runtime.train.execute_step import DivergedError, StepResult, syn
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError
 from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, TimelineLines, measure, step_row
-from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.runtime.train.stop import StopCause, StopRequest
 from lengthwise.runtime.train.text_samples import TextSampling
 from lengthwise.runtime.train.training_engine import PeekPlan, TrainingEngine
 from lengthwise.runtime.train.validation import Validation
@@ -122,6 +122,7 @@ class TrainingLoop:
 
         Raises:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
+            CommunicationError: what started a rank is gone; as above.
             LengthwiseError: the loss is not finite, ranks disagree, or a file could not be written.
         """
         try:
@@ -147,15 +148,9 @@ class TrainingLoop:
         try:
             while not self._is_done:
                 before = self.stream.state_dict()
-                if self._train_one(stop, writers):
+                if cause := self._train_one(stop, writers):
                     self._save(before, wait=True)
-                    if self.world.is_first:
-                        with suppress(OSError):  # it has been saved
-                            self.folder.stop.unlink(missing_ok=True)
-                    raise Preempted(
-                        f"asked to stop before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume "
-                        f"{self.folder.path}"
-                    )
+                    raise self._stopped(cause)
                 every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
                 if not self._is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
                     self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
@@ -172,13 +167,23 @@ class TrainingLoop:
             if self.stop is None:
                 stop.close()
 
+    def _stopped(self, cause: StopCause) -> LengthwiseError:
+        """The error that ends a run which was stopped, and saved, before its last step."""
+        if self.world.is_first:
+            with suppress(OSError):
+                self.folder.stop.unlink(missing_ok=True)
+        done = f"before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume {self.folder.path}"
+        if cause is StopCause.LAUNCHER_GONE:
+            return CommunicationError(f"the process that started some ranks is gone, so the run ended {done}")
+        return Preempted(f"asked to stop {done}", by_signal=cause is StopCause.SIGNAL)
+
     @property
     def _is_done(self) -> bool:
         has_stopped = self.validation is not None and self.validation.should_stop
         return has_stopped or self.next_step >= self.config.train.num_steps
 
-    def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
-        """Run the next step and record it; true if the ranks agreed to stop before it instead."""
+    def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> StopCause:
+        """Run the next step and record it; or return why the ranks agreed to stop before it instead."""
         batch, result = None, None
         while result is None:  # until it fits
             clock = StepClock(self.world)
@@ -187,15 +192,15 @@ class TrainingLoop:
                 batch = batch or next(self.stream)
                 plan = self.planner(batch)
             self.engine.read_ahead(plan, self.peek)
-            agreed = sync_step(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
+            agreed = sync_step(plan, self.world, clock, stop=stop.cause, save_failed=self._saver.has_failed)
             if agreed.save_failed:
                 self._saver.wait()  # raises
             if agreed.stop:
-                return True
+                return StopCause(agreed.stop)
             lr = learning_rate(self.config.optim, plan.step, self.config.train.num_steps)
             result = self.engine.compute_step(plan, clock, lr=lr)
         self._record(plan, result, clock, writers)
-        return False
+        return StopCause.NONE
 
     def _record(self, plan: StepPlan, result: StepResult, clock: StepClock, writers: dict[str, JsonLines]) -> None:
         """Count a step that is done, validate if that is due, and write its records."""

@@ -37,7 +37,7 @@ def validation_loss(
         total, num_targets = torch.zeros((), dtype=torch.float64, device=state.world.device), 0
         for plan in plans:
             clock = StepClock(state.world)
-            sync_step(plan, state.world, clock, stop=False)
+            sync_step(plan, state.world, clock, stop=0)
             total += forward_loss(plan, model, state, source, clock=clock, masking=masking) * plan.loss_normaliser
             num_targets += plan.loss_normaliser
     finally:
