@@ -3,7 +3,11 @@
 import os
 from contextlib import ExitStack
 
-from lengthwise.cli.claim import claimed, claimed_with_free_name
+from lengthwise.cli import claim
+from lengthwise.cli.claim import LAUNCHER_LOCK, RANKS_LOCK, RanksClaim, claimed, claimed_with_free_name
+from lengthwise.cli.ending import ask_to_stop, error_of
+from lengthwise.cli.restart import FAILED, RUNNING, report_error, write_status
+from lengthwise.core.lock import STALE_S
 from lengthwise.core.run_folder import RunFolder
 from tests.cli.runs import lengthwise
 
@@ -25,3 +29,31 @@ def test_a_run_that_has_not_saved_yet_is_in_use_and_not_to_be_removed(tmp_path):
         assert "is in use by a run: process " in error and "remove" not in error
     error = lengthwise("train", "--resume", folder.path, expected=2).stderr
     assert "no complete checkpoint" in error and "is in use" not in error
+
+
+def test_a_run_that_was_replaced_while_it_slept_says_nothing_in_the_folder(tmp_path, monkeypatch, capsys):
+    folder = RunFolder(tmp_path / "run")
+    with claimed(folder, is_new=True):
+        write_status(folder, RUNNING)
+        folder.lock(LAUNCHER_LOCK).file.unlink()  # as of a machine that gave no sign of life
+        with folder.lock(RANKS_LOCK).held():
+            write_status(folder, FAILED, exit_code=1, error="of a run that is over")
+            assert not report_error(folder, OSError("of a run that is over"))
+            ask_to_stop(folder)
+            assert folder.read_json("status.json")["state"] == RUNNING and not folder.stop.exists()
+            assert "another run has taken it over" in capsys.readouterr().err
+            assert "another run has taken it over" in str(error_of(folder, ""))
+
+
+def test_a_rank_without_a_lock_looks_for_another_run_after_it_slept(tmp_path, monkeypatch):
+    folder, now_s, ended = RunFolder(tmp_path), [0.0], []
+    monkeypatch.setattr(claim, "_clock_s", lambda: now_s[0])
+    monkeypatch.setattr(claim, "_end_lost", ended.append)
+    monkeypatch.setattr(claim, "_tokens", {"of its first rank"})
+    rank = RanksClaim(folder)
+    with folder.lock(RANKS_LOCK).held():
+        rank.check()
+        assert not ended, "it cannot have been replaced within a moment"
+        now_s[0] += STALE_S
+        rank.check()
+        assert ended == [tmp_path]

@@ -21,7 +21,14 @@ from lengthwise.cli.restart import (
     write_status,
 )
 from lengthwise.config.run_config import check, load
-from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError, Preempted
+from lengthwise.core.errors import (
+    CheckError,
+    CommunicationError,
+    InfeasibleError,
+    InputError,
+    LengthwiseError,
+    Preempted,
+)
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session import own_run
 
@@ -92,6 +99,21 @@ def test_ranks_that_torchrun_stops_because_a_machine_joins_go_on(folder, restart
     assert earlier_end(folder) is None  # the same attempt: it was not the user who stopped them
     restarted(2)
     assert earlier_end(folder) == 75
+
+
+def test_ranks_go_on_without_a_machine_whose_processes_were_signalled_to_stop(folder, restarted, monkeypatch):
+    """torchrun starts ranks again only where it was not signalled itself."""
+    report_error(folder, Preempted("saved", by_signal=True))
+    restarted(1)
+    assert earlier_end(folder) is None
+    monkeypatch.setenv("LENGTHWISE_LAUNCHER", "1")
+    assert earlier_end(folder) == 75, "the launcher asks all ranks, and starts none again"
+
+
+def test_a_rank_whose_launcher_is_gone_is_tried_again(folder, restarted):
+    report_error(folder, CommunicationError("the process that started some ranks is gone"))
+    restarted(1)
+    assert earlier_end(folder) is None and folder.read_json("status.json")["state"] == CRASHED
 
 
 def test_the_reason_outlives_what_follows_from_it(folder, monkeypatch, capfd):

@@ -196,3 +196,27 @@ def test_a_holder_shows_that_it_lives_and_notices_that_its_lock_is_gone(tmp_path
 def test_a_folder_that_cannot_be_written_is_no_matter_of_locks(tmp_path):
     with pytest.raises(OSError, match="No such file"):
         make(tmp_path / "nowhere").acquire()
+
+
+def test_a_lock_is_of_a_run_if_one_of_its_processes_took_it_or_a_child_of_one(tmp_path):
+    launcher, first = FolderLock(tmp_path / "b.lock", user="a run", way_out=""), make(tmp_path)
+    assert not first.is_of_another({"any"}), "nobody has it"
+    with launcher.held():
+        first.acquire(parent=launcher.token)
+        for tokens in ({first.token}, {launcher.token}, {launcher.token, "others"}):
+            assert not first.is_of_another(tokens)
+        assert first.is_of_another({"others"}) and first.is_of_another(())
+        first.release()
+
+
+def test_who_slept_and_lost_a_lock_knows_before_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT_S", 1000.0)
+    slow, lost = make(tmp_path), threading.Event()
+    slow.acquire(on_lost=lost.set)
+    slow.check_held()
+    assert not lost.is_set()
+    slow.file.unlink()
+    with make(tmp_path).held():
+        slow.check_held()
+        assert lost.is_set()
+    slow.release()

@@ -224,7 +224,7 @@ class ResumePoint:
                 if first is not None and world.is_first:
                     sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
                 if self.resume and world.is_first:
-                    sys.stderr.write(f"goes on from step {trainer.next_step} (checkpoint {shown(path)})\n")
+                    sys.stderr.write(f"{_way_on(trainer)} (checkpoint {shown(path)})\n")
                 return
             if not broadcast_json(world, world.is_first and _is_damaged(path)):
                 raise error
@@ -247,6 +247,17 @@ class ResumePoint:
             if not (complete and self.fall_back):
                 raise
             return complete
+
+
+def _way_on(trainer: "TrainingLoop") -> str:
+    """From where a run that was resumed goes on, or that nothing of it is left."""
+    if not trainer.is_done:
+        return f"goes on from step {trainer.next_step}"
+    if trainer.validation is not None and trainer.validation.should_stop:
+        why = f"train.patience={trainer.validation.patience} ended it after step {trainer.next_step}"
+    else:
+        why = f"{trainer.next_step} of train.steps={trainer.config.train.num_steps} steps are done"
+    return f"nothing is left to train: {why}"
 
 
 def _try(trainer: "TrainingLoop", path: Path, world: "DistContext") -> InputError | None:

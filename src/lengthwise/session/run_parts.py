@@ -37,7 +37,9 @@ class RunInputs:
         if corpus is None:
             return None
         plans = validation_plans(self.config, corpus, planner_of)
-        return Validation(plans=plans, source=corpus, every=train.validate_every, patience=train.patience)
+        return Validation(
+            plans=plans, source=corpus, digest=corpus.digest, every=train.validate_every, patience=train.patience
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

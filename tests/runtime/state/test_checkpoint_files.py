@@ -16,6 +16,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     candidates,
     digest_of,
     latest,
+    point_to_best,
     publish,
     read_state,
 )
@@ -51,12 +52,13 @@ def _at_once(handle: int) -> None:
     pass
 
 
-def save(folder: Path, step: int, content: str, *, keep: int) -> None:
-    """As :mod:`lengthwise.runtime.state.saver` does, with text for tensors."""
+def save(folder: Path, step: int, content: str, *, keep: int, best_step: int | None = None) -> None:
+    """As :mod:`lengthwise.runtime.state.saver` does, with text for tensors; the validation loss was lowest after
+    ``best_step``."""
     partial = begin(folder, f"step_{step:08d}")
     for rank in range(2):
         (partial / f"__{rank}_0.distcp").write_text(content)
-    document = {"schema_version": 2, "step": step, "content": content}
+    document = {"schema_version": 2, "step": step, "content": content, "validation": {"best_step": best_step}}
     listed = {path.name: digest_of(path) for path in partial.iterdir()}
     publish(partial, {**document, "files": listed}, keep=RetentionPolicy(newest=keep))
 
@@ -225,3 +227,23 @@ def test_a_state_that_is_something_else_is_refused_in_words(tmp_path, content, w
     with pytest.raises(InputError, match=words) as refused:
         read_state(checkpoint)
     assert "Error" not in str(refused.value)
+
+
+def best_of(folder: Path) -> str | None:
+    pointer = folder / "best"
+    return pointer.read_text().strip() if pointer.exists() else None
+
+
+def test_best_names_the_checkpoint_of_the_lowest_loss_whatever_it_named_before(tmp_path):
+    save(tmp_path, 2, "two", keep=2, best_step=2)
+    save(tmp_path, 4, "four", keep=2, best_step=4)
+    assert best_of(tmp_path) == "step_00000004"
+    save(tmp_path, 3, "three", keep=3, best_step=2)  # a run that went on from before its lowest loss
+    assert best_of(tmp_path) == "step_00000002"
+    (tmp_path / "best").write_text("step_00000001\n")  # of a run that was killed between two names
+    save(tmp_path, 5, "five", keep=1, best_step=4)
+    assert best_of(tmp_path) == "step_00000004" and (tmp_path / "step_00000004").is_dir()
+    point_to_best(tmp_path, 2)
+    assert best_of(tmp_path) is None, "its checkpoint is gone, and no other is the best"
+    point_to_best(tmp_path, None)
+    assert best_of(tmp_path) is None

@@ -148,10 +148,25 @@ def _resume(path: str, options: dict) -> None:
 def test_what_a_checkpoint_says_of_validation_is_checked():
     validation = Validation(plans=list, source=RandomTokens({}), patience=2)
     validation.load_state_dict({"best_loss": 2.5, "best_step": 7, "num_worse": 1})
-    assert validation.state_dict() == {"best_loss": 2.5, "best_step": 7, "num_worse": 1}
+    assert validation.state_dict() == {"best_loss": 2.5, "best_step": 7, "num_worse": 1, "digest": ""}
     assert not validation.should_stop
     validation.load_state_dict({})
-    assert validation.state_dict() == {"best_loss": None, "best_step": None, "num_worse": 0}
+    assert validation.state_dict() == {"best_loss": None, "best_step": None, "num_worse": 0, "digest": ""}
     for damaged in ({"num_worse": "2"}, {"best_step": 3, "best_loss": None, "num_worse": 0}):
         with pytest.raises(InputError, match="validation state is damaged"):
             validation.load_state_dict(damaged)
+
+
+def test_the_lowest_loss_of_another_validation_set_does_not_count(caplog):
+    before = Validation(plans=list, source=RandomTokens({}), digest="a", patience=1)
+    before.compute(4, lambda plans, source: 2.5)
+    same, other = (Validation(plans=list, source=RandomTokens({}), digest=name, patience=1) for name in "ab")
+    same.load_state_dict(before.state_dict())
+    assert (same.best_loss, same.best_step) == (2.5, 4) and not caplog.records
+    other.load_state_dict(before.state_dict())
+    assert other.best_step is None and "2.5 after step 4, does not count" in caplog.text
+    other.compute(8, lambda plans, source: 7.0)
+    assert other.best_step == 8 and not other.should_stop
+    without = {name: value for name, value in before.state_dict().items() if name != "digest"}
+    other.load_state_dict(without)  # of a version that did not note it
+    assert other.best_step == 4

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.columns import column_kind, read_rows, read_text_column, read_token_column
 from lengthwise.index.readers.compressed import end_of, is_compressed, open_unpacked
@@ -124,7 +125,8 @@ def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError:
-        return np.array([-1 if number < 0 else 1 << 62 for number in value])  # no id either, and refused as such
+        number = brief(max(value, key=abs))
+        raise InputError(f"{where(unit, row)}: {field!r} has {number}, which is no token id") from None
 
 
 def _rows(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:

@@ -16,7 +16,7 @@ from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.errors import CommunicationError, InputError, Setting
 from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.version import __version__
+from lengthwise.core.version import __version__, source_digest
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
@@ -139,6 +139,8 @@ def _join(kind: str, timeout: timedelta) -> None:
     rank, size = rank_and_size()
     store = _meeting_place(timeout)
     started = {"device": kind, "torch": torch.__version__, "lengthwise": __version__, "number of ranks": size}
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:  # each machine has an installation of its own
+        started["source of lengthwise"] = source_digest()
     with CollectiveWait("meeting of the ranks"):
         rendezvous(store, started, rank=rank, size=size, timeout_s=timeout.total_seconds())
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

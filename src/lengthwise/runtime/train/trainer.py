@@ -146,13 +146,13 @@ class TrainingLoop:
         self._counted(self.stream.state_dict())
         stop.begin_steps()
         try:
-            while not self._is_done:
+            while not self.is_done:
                 before = self.stream.state_dict()
                 if cause := self._train_one(stop, writers):
                     self._save(before, wait=True)
                     raise self._stopped(cause)
                 every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
-                if not self._is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
+                if not self.is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
                     self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
             self._save(self.stream.state_dict(), wait=True)
             if self.ledger is not None:
@@ -178,7 +178,8 @@ class TrainingLoop:
         return Preempted(f"asked to stop {done}", by_signal=cause is StopCause.SIGNAL)
 
     @property
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
+        """Whether all steps are done, or validation stopped the training."""
         has_stopped = self.validation is not None and self.validation.should_stop
         return has_stopped or self.next_step >= self.config.train.num_steps
 

@@ -1,5 +1,6 @@
 """Validation loss and early stopping: the mean over a fixed set of sequences, planned and sharded as training is."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import forward_loss, sync_step
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource
+
+_log = logging.getLogger("lengthwise")
 
 
 def validation_loss(
@@ -53,6 +56,8 @@ class Validation:
     source: TokenSource
     every: int = 0
     """Number of steps between validations; 0: one after every epoch."""
+    digest: str = ""
+    """Of the sequences; empty: it is not known."""
     patience: int | None = None
     """Number of validations in a row without a new lowest loss that end the training; None: it is never ended."""
     best_loss: float = field(default=math.inf, init=False)
@@ -85,10 +90,13 @@ class Validation:
     def state_dict(self) -> dict[str, Any]:
         """The lowest loss so far, in plain values."""
         best_loss = self.best_loss if self.best_step is not None else None
-        return {"best_loss": best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
+        figures = {"best_loss": best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
+        return {**figures, "digest": self.digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the state of a checkpoint; a run that had no validation before begins with none.
+
+        So does one with other sequences, of which the lowest loss says nothing.
 
         Raises:
             InputError: it is damaged.
@@ -96,4 +104,10 @@ class Validation:
         loss, step, worse = (state.get(name) for name in ("best_loss", "best_step", "num_worse"))
         if state and not (type(worse) is int and (step is None or (type(step) is int and type(loss) is float))):
             raise InputError(f"the checkpoint's validation state is damaged: {state}; resume from another")
+        if state.get("digest", self.digest) != self.digest:
+            _log.warning(
+                "the validation set is another one than that of the checkpoint: the lowest loss so far, %s after step "
+                "%s, does not count, and train.patience begins anew", loss, step,
+            )  # fmt: skip
+            return
         self.best_loss, self.best_step, self.num_worse = math.inf if loss is None else loss, step, worse or 0
