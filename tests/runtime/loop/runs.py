@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, uniform_scheme
+from lengthwise.core.planned_micro_batch import PlannedSlice
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.comm.group import Group
@@ -63,6 +64,8 @@ class Packs:
     """Groups of heads that attention computes in turn, where the method can."""
     splits: bool = False
     """Whether stages split their backwards, if there are several."""
+    slice_sizes: tuple[tuple[int, ...], ...] = ()
+    """Tokens of the slices of each pack, none for one that is not cut; none at all: no pack is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +163,9 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
                 pack=pack, time_s=1.0, peak_bytes=0, recompute=recompute if number else None,
                 offload=offload if number % 2 and not splits else None,
                 weights_s=(0.0, 0.3, 0.1)[number % 3] if splits else 0.0,
+                slices=tuple(PlannedSlice(size, float(size)) for size in sizes),
             )
-            for number, pack in enumerate(packs)
+            for number, (pack, sizes) in enumerate(zip_longest(packs, group.slice_sizes, fillvalue=()))
         ]  # fmt: skip
         method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))

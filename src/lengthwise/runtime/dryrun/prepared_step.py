@@ -87,7 +87,7 @@ def dry_prepared_step(
         absent = cast(Any, None)  # batches and plans of a training loop
         run = _RunOfOneRank(
             prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0,
-            check_stages=lambda stage_layers, splits: None,  # which needs numbers
+            check_stages=lambda stage_layers, splits, slices: None,  # which needs numbers
         )  # fmt: skip
         if num_kept is not None:
             run.gather_by_layer()

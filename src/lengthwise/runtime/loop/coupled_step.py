@@ -8,7 +8,7 @@ come a second time: the loop's body does the same twice, and noise is the same, 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class CoupledStep(Step):
         self._loss_of, numbers = run.coupling.loss_of, frozenset[tuple[int, int]]()
         if attempt == 0 and run.gather is None and not isinstance(run.state, Fsdp2State):
             numbers = run.coupling.keep_forwards(plan)
-        self._kept = [position for position, (number, index, *_) in enumerate(self._own) if (number, index) in numbers]
+        self._kept = [position for position, rank_batch in enumerate(self._own) if rank_batch.place in numbers]
         """Positions of micro-batches whose forward keeps what the backward needs."""
         self._again = [position for position in range(len(self._own)) if position not in self._kept]
         self.num_kept = len(numbers)
@@ -83,6 +83,7 @@ class CoupledStep(Step):
     def _positions(self) -> Sequence[int]:
         return self._again
 
+    @cached_property
     def _order_of_backwards(self) -> Sequence[int]:
         return [*self._kept, *self._again]
 
@@ -91,7 +92,7 @@ class CoupledStep(Step):
         self._position, shard = position, self._shard(position)
         shard.has_failed = self.failure is not None
         self._begin_round(position)
-        compute = self.clock.span(SpanKind.COMPUTE, f"forward of micro-batch {self._own[position][1]}")
+        compute = self.clock.span(SpanKind.COMPUTE, f"forward of micro-batch {self._own[position].part.name}")
         graph = nullcontext() if position in self._kept else torch.no_grad()
         with active(shard), self.run.unprepared.refused(), compute, graph:
             self._current = self._make(position)
@@ -115,7 +116,7 @@ class CoupledStep(Step):
             self._run_backward(micro_batch.shard, position, partial(self._weigh, micro_batch, values, side))
             return
         if micro_batch.shard.has_failed or isinstance(values, MissingTensor):
-            self.failure = self.failure or self._own[position][:2]
+            self.failure = self.failure or self._own[position].place
             if self.run.gather is not None:
                 self.run.gather.abandon_round()
         else:
@@ -165,7 +166,7 @@ class CoupledStep(Step):
         micro_batch, values, side = self._waiting.pop(position)
         shard = micro_batch.shard
         shard.has_failed = self.failure is not None
-        compute = self.clock.span(SpanKind.COMPUTE, f"backward of micro-batch {self._own[position][1]}")
+        compute = self.clock.span(SpanKind.COMPUTE, f"backward of micro-batch {self._own[position].part.name}")
         with active(shard), self.run.unprepared.refused(), compute:
             self._run_backward(shard, position, partial(self._weigh, micro_batch, values, side))
 

@@ -15,7 +15,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange, exchange
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
+from lengthwise.runtime.loop.planned_pipelines import in_one_piece, make_shard, micro_batches_of, own_rounds
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.state.layer_gather import LayerGather
@@ -84,12 +84,12 @@ def forwards(
         InfeasibleError: a rank ran out of memory.
         InputError: ``look`` failed on a rank.
     """
-    gather = prepared.gather
+    gather, plan = prepared.gather, in_one_piece(plan)
     begin_plan(plan)
     rounds = [] if gather is None else own_rounds(plan, prepared.world.rank)
     failure, scripts = None, usual_scripts
     own_batches = micro_batches_of(plan, prepared.world.rank, prepared.collator)
-    for position, (_, index, pipeline, planned) in enumerate(own_batches):
+    for position, (_, index, pipeline, planned, _) in enumerate(own_batches):
         shard = make_shard(prepared, plan.step, pipeline, planned)
         shard.has_noise, shard.has_failed = False, failure is not None
         if gather is not None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement, WeightShard
+from lengthwise.core.sliced_passes import Slice, is_sliced, slices_of
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
@@ -21,13 +23,6 @@ ANY_MODEL_METHODS = (
     Method.DENSE, *(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE)
 )  # fmt: skip
 """Methods that share the attention of any model: those with whole weights."""
-
-
-_DOES = {
-    "slices=none": "cuts micro-batches into slices",
-    "local_sequences=false": "has sequences whole on one of the ranks that share a layer",
-}
-"""What of a plan this library's own models alone do, by how to plan without it."""
 
 
 def make_shard(
@@ -74,15 +69,53 @@ def scripts_of(run: UsualScripts, shard: PackShard) -> tuple[ExchangeScript, ...
     return run.usual_scripts
 
 
-def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[tuple[int, int, Pipeline, Planned]]:
-    """(pipeline number, micro-batch number, pipeline, micro-batch) on a rank, in the order of computing."""
+class RankMicroBatch(NamedTuple):
+    """A micro-batch of a plan on one rank, or one slice of it: what a loop calls the model for at once."""
+
+    pipeline_number: int
+    number: int
+    """Which of the pipeline's slices it is in issue order; of its micro-batches, where none is cut."""
+    pipeline: Pipeline
+    planned: Planned
+    """With the pack that is computed, of which this may be a slice."""
+    part: Slice
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The number of the pipeline in the plan, and of the micro-batch in the pipeline."""
+        return self.pipeline_number, self.part.micro_batch
+
+    @property
+    def is_first_of_pack(self) -> bool:
+        """Whether it is all of its micro-batch, or the first slice, which is the first to be read and whose backward
+        is the last.
+        """
+        return not self.part.part
+
+
+def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[RankMicroBatch]:
+    """The micro-batches on a rank, or their slices, in the order of computing."""
     return [
-        (number, index, pipeline, replace(planned, pack=collator.computed(planned.pack)))
+        RankMicroBatch(number, part.number, pipeline, replace(planned, pack=collator.computed(planned.pack)), part)
         for phase in range(plan.num_phases)
         for number, pipeline in enumerate(plan.pipelines)
         if pipeline.phase == phase and rank in pipeline.ranks
-        for index, planned in enumerate(pipeline.micro_batches)
+        for part in slices_of(pipeline)
+        for planned in (pipeline.micro_batches[part.micro_batch],)
     ]
+
+
+def in_one_piece(plan: StepPlan) -> StepPlan:
+    """The plan without slices, for forwards alone, which keep nothing for a backward."""
+    pipelines = tuple(
+        replace(
+            pipeline,
+            scheme=replace(pipeline.scheme, slices=1),
+            micro_batches=tuple(replace(planned, slices=()) for planned in pipeline.micro_batches),
+        )
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines)
 
 
 def check_executable(
@@ -95,13 +128,14 @@ def check_executable(
     can_recompute: bool = True,
     keeps_attention: bool = False,
     split_problem: str = "",
+    slice_problem: str = "",
 ) -> None:
     """Raise ``InputError`` unless the plan's ranks, stages, methods and tiles suit a third-party model.
 
     ``stage_problem``: why it cannot be cut into stages; an empty string if it can. ``has_tiles``: whether the modules
     are known, and compared, that compute tiles. ``can_recompute``: whether layers may be recomputed.
     ``keeps_attention``: whether those that are were compared where they keep what attention gave.
-    ``split_problem``: why backwards cannot be split.
+    ``split_problem``: why backwards cannot be split. ``slice_problem``: why micro-batches cannot be cut into slices.
     """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
@@ -122,14 +156,11 @@ def check_executable(
             raise InputError(
                 f"{where}: pipelines[{number}] splits backwards, and {split_problem}; plan with zero_bubble=false"
             )
-        unknown = {
-            "slices=none": any(m.slices for m in pipeline.micro_batches),
-            "local_sequences=false": any(m.placement for m in pipeline.micro_batches),
-        }
-        if without := next((setting for setting, is_used in unknown.items() if is_used), None):
-            does = _DOES[without]
+        _check_slices(pipeline, f"{where}: pipelines[{number}]", slice_problem)
+        if any(m.placement for m in pipeline.micro_batches):
             raise InputError(
-                f"{where}: pipelines[{number}] {does}, which this library's own models alone do; plan with {without}"
+                f"{where}: pipelines[{number}] has sequences whole on one of the ranks that share a layer, which this "
+                "library's own models alone do; plan with local_sequences=false"
             )
         if not can_recompute and any(pipeline.scheme_of(m).num_recomputed for m in pipeline.micro_batches):
             raise InputError(
@@ -143,6 +174,20 @@ def check_executable(
                 f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: "
                 f"{', '.join(ANY_MODEL_METHODS)}"
             )
+
+
+def _check_slices(pipeline: Pipeline, where: str, slice_problem: str) -> None:
+    """Raise ``InputError`` unless a third-party model can be computed in the slices of a pipeline."""
+    sizes = [part.num_tokens for planned in pipeline.micro_batches for part in planned.slices]
+    if sizes and slice_problem:
+        raise InputError(
+            f"{where} cuts micro-batches into slices, and {slice_problem}; plan with {Setting.SLICES}=none"
+        )
+    if min(sizes, default=pipeline.scheme.degree) < pipeline.scheme.degree:
+        raise InputError(
+            f"{where} has a slice of {min(sizes):,} tokens for {pipeline.scheme.degree} ranks, of which some would "
+            f"have none, and models fail there; plan fewer slices, a lower degree or {Setting.SLICES}=none"
+        )
 
 
 def _check_activations(pipeline: Pipeline, where: str, has_tiles: bool, keeps_attention: bool) -> None:
@@ -162,13 +207,13 @@ def _check_activations(pipeline: Pipeline, where: str, has_tiles: bool, keeps_at
 
 
 def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:
-    """The rounds of a step, phase by phase: whether each rank has a micro-batch in it."""
+    """The rounds of a step, phase by phase: whether each rank has a micro-batch, or a slice of one, in it."""
     rounds = []
     for phase in range(plan.num_phases):
         counts = [0] * plan.num_devices
         for pipeline in plan.pipelines:
             for rank in pipeline.ranks if pipeline.phase == phase else ():
-                counts[rank] += len(pipeline.micro_batches)
+                counts[rank] += len(slices_of(pipeline))
         rounds += [tuple(count > number for count in counts) for number in range(max(counts))]
     return rounds
 
@@ -177,9 +222,17 @@ def weights_of_stages(plan: StepPlan, used_units: Sequence[frozenset[int]]) -> l
     """The weights that each rank needs during a step with pipelines of several stages; None: the step has none.
 
     All stages compute what comes before the layers; ``used_units``: the units of parameters that each position uses.
+
+    Raises:
+        InputError: slices would need weights that go after each of them.
     """
     busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
     if all(pipeline.scheme.num_stages == 1 for pipeline in busy):
+        if any(map(is_sliced, busy)):
+            raise InputError(
+                f"plan for step {plan.step} cuts micro-batches into slices in one stage, and weights are gathered "
+                f"layer by layer for one forward and its backward; plan with {Setting.SLICES}=none"
+            )
         return None
     layers_of: list[list[range]] = [[] for _ in range(plan.num_devices)]
     for pipeline in busy:

@@ -29,6 +29,7 @@ from lengthwise.runtime.loop.planned_ahead import Gather, PlannedAhead, present_
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.slice_limits import slice_problem
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
@@ -389,7 +390,7 @@ class Run(WatchedModel):
         check_executable(
             plan, model.structure.num_layers, self.world.size, stage_problem=self.stage_problem or unchecked,
             has_tiles=bool(model.tiles), can_recompute=can_recompute, keeps_attention=model.layers.may_keep_attention,
-            split_problem=self.split_problem,
+            split_problem=self.split_problem, slice_problem=slice_problem(self, is_coupled=self.coupling is not None),
         )  # fmt: skip
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         self._checked_stages.compare(plan, self.check_stages)

@@ -1,11 +1,13 @@
-"""A pipeline of several stages on one rank: its messages, and when the schedule has the backwards of a loop's losses.
+"""A pipeline of several stages or slices on one rank: its messages, and when the schedule has the backwards of a loop's
+losses.
 
 A loop computes forward and backward of one micro-batch after another. The forwards run when it calls the model; what it
 gives to ``step.backward`` waits until the schedule has that backward. Where the plan splits it, gradients of weights
-come in a pass of their own, later.
+come in a pass of their own, later. Where it cuts micro-batches into slices, each is a micro-batch for the loop, and
+their backwards run in reverse, when the last one's forward is over: in a pipeline of one stage, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import takewhile
@@ -14,15 +16,18 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.pass_order import PassKind
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
+from lengthwise.core.sliced_passes import is_sliced, slices_of
+from lengthwise.core.step_plan import Pipeline
 from lengthwise.core.zero_bubble import pass_orders
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop import shared_gradients
+from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
 from lengthwise.runtime.loop.shared_gradients import stage_of
 from lengthwise.runtime.models.products import WeightGradients
+from lengthwise.runtime.parallel.slice_attention import PackSlices
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS, gradient_keys
@@ -45,10 +50,16 @@ class StagedPipeline:
         place = pipeline.ranks_of(self._stage).index(rank)
         neighbours = {self._stage - 1, self._stage + 1} & set(range(self._num_stages))
         self._places = {stage: ranks.index(pipeline.ranks_of(stage)[place]) for stage in neighbours}
-        outputs, gradients = (run.world.groups.of(ranks, purpose) for purpose in (OUTPUTS, GRADIENTS))
-        assert outputs is not None and gradients is not None, "a rank computes in pipelines that it is in"
-        self._outputs, self._gradients = outputs, gradients
+        if neighbours:
+            outputs, gradients = (run.world.groups.of(ranks, purpose) for purpose in (OUTPUTS, GRADIENTS))
+            assert outputs is not None and gradients is not None, "a rank computes in pipelines that it is in"
+            self._outputs, self._gradients = outputs, gradients
         self._order = pass_orders(pipeline)[self._stage]
+        self._slices, self._packs = slices_of(pipeline), dict[int, PackSlices]()
+        """What is computed at once, by number: the slices of micro-batches, or micro-batches that are not cut; and what
+        the slices of a micro-batch share, by its place in the pipeline."""
+        self.backwards = [number for kind, number in self._order if kind is PassKind.BACKWARD]
+        """The numbers of slices in the order of their backwards."""
         self.ends_with_weights = self._order[-1][0] is PassKind.WEIGHTS
         """Whether its last pass gives gradients of weights that a backward left for later."""
         self._pushes_last = is_last and self.ends_with_weights
@@ -57,7 +68,7 @@ class StagedPipeline:
         self._waited_s = 0.0
         """Seconds that the last forward waited for the stage before."""
         self.times_s: dict[int, float] = {}
-        """Seconds that this stage computed of each micro-batch, without what it waited for its neighbours."""
+        """Seconds that this stage computed of each slice, without what it waited for its neighbours."""
 
     def note_forward(self, index: int, time_s: float) -> None:
         """Record a forward that took ``time_s``, with what it waited for the stage before; its backward comes later."""
@@ -65,13 +76,20 @@ class StagedPipeline:
 
     def timings(self, number: int) -> list[MicroBatchTiming]:
         """What was measured of the micro-batches of this pipeline, which has a ``number`` in the plan; no bytes."""
+        sums_s: dict[int, float] = {}
+        for index, time_s in self.times_s.items():
+            micro_batch = self._slices[index].micro_batch
+            sums_s[micro_batch] = sums_s.get(micro_batch, 0.0) + time_s
         return [
-            MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=0)
-            for index, time_s in self.times_s.items()
+            MicroBatchTiming(pipeline=number, micro_batch=micro_batch, time_s=time_s, peak_bytes=0)
+            for micro_batch, time_s in sums_s.items()
         ]
 
     def attach(self, shard: PackShard, index: int) -> None:
-        """Let micro-batch ``index``, of this shard, be computed by this stage alone."""
+        """Let micro-batch or slice ``index``, of this shard, be computed by this stage alone."""
+        part = self._slices[index]
+        if not part.is_alone:
+            shard.part = self._packs.setdefault(part.micro_batch, PackSlices(shard.cu_seqlens)).slice(part.tokens)
         script = self._run.wrapped_model.script
         calls = {number: call for number, call in script.calls.items() if call.layer in self._layers}
         shard.script = replace(
@@ -103,7 +121,7 @@ class StagedPipeline:
         """Run the passes that the schedule has between the forward of a micro-batch and the next.
 
         ``shards``: gives those of this rank's micro-batches, which begin with ``first`` in this pipeline.
-        Returns the first micro-batch for which memory was not enough; None: there is none.
+        Returns the place of the first micro-batch for which memory was not enough; None: there is none.
         """
         start = self._order.index((PassKind.FORWARD, index)) + 1
         passes = list(takewhile(lambda each: each[0] is not PassKind.FORWARD, self._order[start:]))
@@ -114,7 +132,8 @@ class StagedPipeline:
                 self._finish_backward(shards(first + number), number, is_last=place + 1 == len(self._order))
         if start + len(passes) == len(self._order):
             self.wait()
-        return next((number for _, number in passes if shards(first + number).has_failed), None)
+        failed = (number for _, number in passes if shards(first + number).has_failed)
+        return next((self._slices[number].micro_batch for number in failed), None)
 
     def backward(self, shard: PackShard, index: int) -> None:
         """Run the backward of a micro-batch; its ``has_failed`` says whether memory was enough."""
@@ -141,6 +160,9 @@ class StagedPipeline:
             gradient = None if stage.input is None or shard.has_failed else stage.input.grad
             self._send(self._gradients, self._flat(shard, self._layers.start - 1, gradient), self._stage - 1, index)
         stage.input = stage.output = stage.differentiate = None
+        part = self._slices[index]
+        if not part.part and not part.is_alone:
+            self._packs[part.micro_batch].clear()
         shard.passes.clear()
         shard.is_finished = True
 
@@ -212,15 +234,26 @@ class StagedPipeline:
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
 
 
-def staged_pipelines(
-    run: MicroBatchMaker, own: Sequence[tuple[int, int, Pipeline, PlannedMicroBatch]]
-) -> dict[int, StagedPipeline]:
-    """The pipelines of several stages among those of a rank's micro-batches (:func:`micro_batches_of`), by number."""
+def staged_pipelines(run: MicroBatchMaker, own: Sequence[RankMicroBatch]) -> dict[int, StagedPipeline]:
+    """The pipelines of several stages, or with slices, among those of a rank's micro-batches, by number."""
     return {
-        number: StagedPipeline(run, pipeline, is_last=number == own[-1][0])
-        for number, index, pipeline, _ in own
-        if index == 0 and pipeline.scheme.num_stages > 1
+        number: StagedPipeline(run, pipeline, is_last=number == own[-1].pipeline_number)
+        for number, index, pipeline, *_ in own
+        if index == 0 and (pipeline.scheme.num_stages > 1 or is_sliced(pipeline))
     }
+
+
+def order_of_backwards(own: Sequence[RankMicroBatch], staged: Mapping[int, StagedPipeline]) -> list[int]:
+    """Positions of a rank's micro-batches and slices in the order of their backwards; those of slices run in reverse.
+
+    ``staged``: the pipelines of several stages or slices, by number.
+    """
+    return [
+        position - batch.number + staged[batch.pipeline_number].backwards[batch.number]
+        if batch.pipeline_number in staged
+        else position
+        for position, batch in enumerate(own)
+    ]
 
 
 def passing(overlap: UpdateOverlap | None, shard: PackShard, position: int) -> AbstractContextManager[None]:

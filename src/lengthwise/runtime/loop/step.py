@@ -1,8 +1,11 @@
-"""One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
+"""One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan.
+
+Where a plan computes a micro-batch in slices, a loop gets each slice as a micro-batch.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -18,7 +21,7 @@ from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, scripts_of
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
-from lengthwise.runtime.loop.staged_pipeline import passing, staged_pipelines
+from lengthwise.runtime.loop.staged_pipeline import order_of_backwards, passing, staged_pipelines
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
 from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
 from lengthwise.runtime.state.loss_scaler import scale_of
@@ -65,7 +68,7 @@ class Step:
         self._totals = column_totals(self._own, run)
         self._weighing = Weighing(LossTotals.of(plan, run.collator, targets=counted), run.world.device)
         if run.readers is not None:
-            run.readers.start([planned.pack for *_, planned in self._own])
+            run.readers.start([read.planned.pack for read in self._own if read.is_first_of_pack])
 
     @property
     def number(self) -> int:
@@ -97,12 +100,12 @@ class Step:
     def _micro_batches(self) -> Iterator[MicroBatch]:
         for position in self._positions():
             self._position, shard = position, self._shard(position)
-            number, index, *_ = self._own[position]
+            number, index, *_, part = self._own[position]
             # A rank that ran out of memory goes through the rest of the step, and sends zeros in its forwards' place.
             is_computed = self.failure is None
             shard.has_failed = not is_computed
             self._begin_round(position)
-            compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
+            compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {part.name}")
             with active(shard), self.run.unprepared.refused(), compute:
                 meter = self.run.meter.start()
                 self._current = self._make(position)
@@ -131,7 +134,7 @@ class Step:
         """Make a micro-batch for the loop."""
         self.run.gradients.check()
         shard = self._shard(position)
-        pack = pad_to_degree(self._own[position][3].pack, shard.group.size, self.run.collator)
+        pack = pad_to_degree(self._own[position].planned.pack, shard.group.size, self.run.collator)
         micro_batch = self.run.make(shard, pack)
         micro_batch.totals = self._weighing.totals
         self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
@@ -141,10 +144,10 @@ class Step:
     def _check_answered(self, call: str) -> None:
         """Raise ``CheckError`` unless the loop made ``call`` for its micro-batch."""
         if self._current is not None:
-            number, index, *_ = self._own[self._position]
+            number, *_, part = self._own[self._position]
             raise CheckError(
-                f"step {self.number}: micro-batch {index} of pipeline {number} got no {call}, which every micro-batch "
-                "needs, for other ranks take part in it; call it instead of loss.backward()"
+                f"step {self.number}: micro-batch {part.name} of pipeline {number} got no {call}, which every "
+                "micro-batch needs, for other ranks take part in it; call it instead of loss.backward()"
             )
 
     def _begin_round(self, position: int) -> None:
@@ -192,7 +195,7 @@ class Step:
                     raise
                 shard.note_out_of_memory(error)
         if shard.has_failed:
-            self.failure = self.failure or self._own[position][:2]
+            self.failure = self.failure or self._own[position].place
             if run.gather is not None:
                 run.gather.abandon_round()
         else:
@@ -230,14 +233,14 @@ class Step:
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
     ) -> None:
         """End the forward of a micro-batch on one of several stages; its backward comes when 1F1B has it."""
-        shard, (number, index, *_) = micro_batch.shard, self._own[self._position]
+        shard, present = micro_batch.shard, self._own[self._position]
         if not shard.has_failed:
             self.run.gradients.check()
             if shard.stage_pass is not None and shard.stage_pass.is_last:
                 shard.stage_pass.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
         else:
-            self.failure = self.failure or (number, index)
-        self._staged[number].end_forward(shard, index)
+            self.failure = self.failure or present.place
+        self._staged[present.pipeline_number].end_forward(shard, present.number)
         self._current = None
         self.run.gradients.release()
 
@@ -336,7 +339,7 @@ class Step:
     def finish_exchanges(self) -> None:
         """Issue the remaining collectives of this rank's micro-batches with zeros, so that no other rank hangs."""
         self._close_loop()
-        for position in self._order_of_backwards():
+        for position in self._order_of_backwards:
             number, index, *_ = self._own[position]
             if number in self._staged:
                 if index == 0:
@@ -355,9 +358,10 @@ class Step:
         if self.run.gather is not None:
             self.run.gather.abandon_rounds()
 
+    @cached_property
     def _order_of_backwards(self) -> Sequence[int]:
         """All micro-batches in the order in which their last exchanges come."""
-        return range(len(self._own))
+        return order_of_backwards(self._own, self._staged)
 
     def _report_update(self, lr: float, fault: str) -> RankReports:
         """Report what this rank brings to the update and get what all do; ``fault``: why it has no learning rate.
@@ -390,10 +394,10 @@ class Step:
 
     def _shard(self, position: int) -> PackShard:
         if position not in self._shards:
-            number, index, pipeline, planned = self._own[position]
+            number, index, pipeline, planned, _ = self._own[position]
             self._shards[position] = shard = make_shard(self.run, self.number, pipeline, planned)
             staged = self._staged.get(number)
-            is_last = position == self._order_of_backwards()[-1] and not (staged and staged.ends_with_weights)
+            is_last = position == self._order_of_backwards[-1] and not (staged and staged.ends_with_weights)
             shard.watched = shared_gradients.watched_backward(self.run, pipeline, is_last=is_last)
             if staged is not None:
                 staged.attach(shard, index)

@@ -7,10 +7,8 @@ from typing import Literal
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.planned_micro_batch import PlannedMicroBatch
-from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.collectives import sum_over_ranks
-from lengthwise.runtime.loop.planned_pipelines import make_shard
+from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch, make_shard
 from lengthwise.runtime.loop.run_state import RunState
 
 
@@ -35,27 +33,27 @@ class ColumnTotals:
         return self.sums[column][over == "sequences"]
 
 
-OwnMicroBatches = Sequence[tuple[int, int, Pipeline, PlannedMicroBatch]]
-"""Pipeline number, micro-batch number, pipeline and micro-batch."""
-
-
-def count_targets(step: int, own: OwnMicroBatches, run: RunState) -> int:
+def count_targets(step: int, own: Sequence[RankMicroBatch], run: RunState) -> int:
     """Count the targets of a step over all ranks; every rank calls this with its ``own`` micro-batches."""
     count = 0
-    for _, _, pipeline, planned in own:
-        if run.world.rank == min(pipeline.ranks):
-            shard = make_shard(run, step, pipeline, planned, is_alone=True)
-            count += run.make(shard, planned.pack).num_targets
+    for micro_batch in _counted(own, run.world.rank):
+        shard = make_shard(run, step, micro_batch.pipeline, micro_batch.planned, is_alone=True)
+        count += run.make(shard, micro_batch.planned.pack).num_targets
     return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
 
 
-def column_totals(own: OwnMicroBatches, run: RunState) -> ColumnTotals:
+def _counted(own: Sequence[RankMicroBatch], rank: int) -> list[RankMicroBatch]:
+    """The micro-batches of which this rank counts what is in their packs, each once."""
+    return [one for one in own if one.is_first_of_pack and rank == min(one.pipeline.ranks)]
+
+
+def column_totals(own: Sequence[RankMicroBatch], run: RunState) -> ColumnTotals:
     """Sum the columns for the loss over a step; every rank calls this with its ``own`` micro-batches."""
     columns = run.collator.loss_columns
     if not columns:
         return ColumnTotals()
     sums = torch.zeros(len(columns), 2, dtype=torch.float64)
-    packs = [planned.pack for _, _, pipeline, planned in own if run.world.rank == min(pipeline.ranks)]
+    packs = [micro_batch.planned.pack for micro_batch in _counted(own, run.world.rank)]
     for number, values_of in enumerate(columns.values()):
         for values in (values_of(sequence) for pack in packs for sequence in run.collator.members(pack)):
             sums[number] += torch.tensor([values.sum(), values[0].sum()], dtype=torch.float64)

@@ -10,7 +10,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.loop_ledger import num_planned
 from lengthwise.runtime.loop.loss_weighing import Weighing
-from lengthwise.runtime.loop.step_totals import OwnMicroBatches
+from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch
 from lengthwise.runtime.wrap.context import PackShard
 
 NUM_DIGESTS = 4
@@ -27,8 +27,8 @@ class OwnUpdate:
     weights: Sequence[int]
     """The fingerprint of its weights, and whether a loop changed them."""
     lr: float
-    micro_batches: OwnMicroBatches
-    """The micro-batches that it takes part in."""
+    micro_batches: Sequence[RankMicroBatch]
+    """The micro-batches, or slices of them, that it takes part in."""
     shards: Mapping[int, PackShard]
     """Their shards by position."""
     has_late_gradients: bool = False
@@ -55,7 +55,11 @@ class OwnUpdate:
     def _num_computed(self, rank: int) -> tuple[int, int]:
         """Sequences and tokens whose backward came to its end here, on the first rank of the first stage."""
         done = [self.micro_batches[position] for position, shard in self.shards.items() if shard.is_finished]
-        packs = [pipeline.micro_batches[index].pack for _, index, pipeline, _ in done if pipeline.ranks[0] == rank]
+        packs = [
+            micro_batch.pipeline.micro_batches[micro_batch.part.micro_batch].pack
+            for micro_batch in done
+            if micro_batch.is_first_of_pack and micro_batch.pipeline.ranks[0] == rank
+        ]
         return sum(len(pack.ids) for pack in packs), sum(sum(pack.lengths) for pack in packs)
 
 
@@ -102,11 +106,12 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
-def read_digests(own: OwnMicroBatches, shards: Mapping[int, PackShard]) -> list[int]:
+def read_digests(own: Sequence[RankMicroBatch], shards: Mapping[int, PackShard]) -> list[int]:
     """Digests of what this rank read of shared sequences, one for each phase; later phases share the last one."""
     digests = [0] * NUM_DIGESTS
     for position, shard in shards.items():
-        digests[min(own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
+        if own[position].is_first_of_pack:  # other slices read the same
+            digests[min(own[position].pipeline.phase, NUM_DIGESTS - 1)] ^= shard.read_digest
     return digests
 
 

@@ -23,7 +23,7 @@ from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import Task, joined
 from lengthwise.runtime.parallel.group_attention import without_others
 from lengthwise.runtime.parallel.ring import Ring
-from lengthwise.runtime.parallel.ring_attention import ring_forward
+from lengthwise.runtime.parallel.ring_attention import ring_forward, sink_gradients
 
 
 class SliceKeys:
@@ -73,9 +73,9 @@ class PackSlice:
     pack_bounds: tuple[int, ...]
     """Offsets of the pack's sequence boundaries."""
     keys: dict[int, SliceKeys] = field(repr=False)
-    """By layer, of all slices of the micro-batch on this rank; filled as layers run."""
-    head: HeadGradients = field(repr=False)
-    """The sum of all slices."""
+    """By layer or call of attention, of all slices of the micro-batch on this rank; filled as layers run."""
+    head: HeadGradients = field(repr=False, default_factory=HeadGradients)
+    """The sum of all slices, where the head is this library's own."""
 
     @cached_property
     def cu_seqlens(self) -> tuple[int, ...]:
@@ -99,8 +99,11 @@ class PackSlice:
 
     def attention(self, layer: int, kept_attention: KeptAttention | None) -> SliceAttention:
         """Attention of ``layer``; ``kept_attention``: what it keeps for a second forward."""
-        keys = self.keys.setdefault(layer, SliceKeys(self.pack_bounds[-1]))
-        return partial(attend_slice, part=self, keys=keys, kept_attention=kept_attention)
+        return partial(attend_slice, part=self, keys=self.keys_of(layer), kept_attention=kept_attention)
+
+    def keys_of(self, layer: int) -> SliceKeys:
+        """Keys and values of all slices so far in a layer, or call of attention."""
+        return self.keys.setdefault(layer, SliceKeys(self.pack_bounds[-1]))
 
     @cached_property
     def seen(self) -> range:
@@ -119,35 +122,66 @@ class PackSlice:
         return Ring(group=Group(rank=0), sizes=(len(self.seen),), tasks=(tasks,))
 
 
+class PackSlices:
+    """The slices of a pack on one rank, and what they share."""
+
+    def __init__(self, pack_bounds: tuple[int, ...]) -> None:
+        """``pack_bounds``: offsets of the pack's sequence boundaries."""
+        self._pack_bounds = pack_bounds
+        self._keys, self._head = dict[int, SliceKeys](), HeadGradients()
+
+    def slice(self, tokens: range) -> PackSlice:
+        """One of them, of these tokens of the pack."""
+        return PackSlice(tokens=tokens, pack_bounds=self._pack_bounds, keys=self._keys, head=self._head)
+
+    def clear(self) -> None:
+        """Let go of keys and values, once the backward of the first slice is over, or none comes."""
+        self._keys.clear()
+
+
 def attend_slice(
-    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, part: PackSlice, keys: SliceKeys, kept_attention: KeptAttention | None
+    q_tNH: Tensor,
+    k_tKH: Tensor,
+    v_tKH: Tensor,
+    part: PackSlice,
+    keys: SliceKeys,
+    kept_attention: KeptAttention | None = None,
+    *,
+    ring: Ring | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a slice's queries, ``[t, N, H]``; its keys and values stay in ``keys`` for later slices."""
-    out: Tensor = _SliceAttention.apply(q_tNH, k_tKH, v_tKH, part, keys, kept_attention)
+    """Causal attention of a slice's queries, ``[t, N, H]``; its keys and values stay in ``keys`` for later slices.
+
+    ``ring``: the tasks between these queries and the keys that any of them sees, where each sees fewer than all before
+    it. ``sinks_N``: a further logit of every query, one per head, whose weight takes no value.
+    """
+    ring = ring or part.ring
+    out: Tensor = _SliceAttention.apply(q_tNH, k_tKH, v_tKH, sinks_N, part, keys, ring, kept_attention)
     return out
 
 
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, part, keys, kept_attention):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, sinks, part, keys, ring, kept_attention):  # type: ignore[no-untyped-def]
         (q,) = without_others(q)  # a view would keep the keys and values that came with it
         keys.put(part.tokens, k, v)
         k, v = keys.of(part.seen)
 
         def attend():  # type: ignore[no-untyped-def]
-            return ring_forward(q, k, v, part.ring)
+            return ring_forward(q, k, v, ring, sinks_N=sinks)
 
         out, lse = attend() if kept_attention is None else kept_attention.give(attend)
-        ctx.part, ctx.keys = part, keys
-        ctx.save_for_backward(q, out, lse)
+        ctx.part, ctx.keys, ctx.ring = part, keys, ring
+        ctx.save_for_backward(q, out, lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        (q, out, lse), part = ctx.saved_tensors, ctx.part
-        schedule, totals = part.ring.schedule(q), ctx.keys.gradients(part.seen)
-        q, k, v, dout, out = part.ring.laid_out(q, *ctx.keys.of(part.seen), dout, out)
+        (q, out, lse, sinks), part, ring = ctx.saved_tensors, ctx.part, ctx.ring
+        dsinks = None if sinks is None else sink_gradients(dout, out, lse, sinks)
+        schedule, totals = ring.schedule(q), ctx.keys.gradients(part.seen)
+        q, k, v, dout, out = ring.laid_out(q, *ctx.keys.of(part.seen), dout, out)
         dq = schedule.queries.fill(q.new_empty(q.shape, dtype=lse.dtype), 0.0)
         (hop,) = schedule.hops.values()
         for task, is_first in zip(hop.tasks, hop.is_first):
@@ -157,4 +191,4 @@ class _SliceAttention(torch.autograd.Function):
             for total, dx in zip(totals, dkv):
                 task.add_to_keys(total, dx)
             del dq_part, dkv, dx
-        return dq.to(q.dtype), *ctx.keys.take(part.tokens), None, None, None
+        return dq.to(q.dtype), *ctx.keys.take(part.tokens), dsinks, None, None, None, None

@@ -21,11 +21,10 @@ from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_memory
 from lengthwise.runtime.models.base import Transformer
-from lengthwise.runtime.models.chunked_loss import HeadGradients
 from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
-from lengthwise.runtime.parallel.slice_attention import PackSlice, SliceKeys
+from lengthwise.runtime.parallel.slice_attention import PackSlice, PackSlices
 from lengthwise.runtime.state.gradient_shares import GRADIENT_SHARES
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.state.sharded import ShardedState
@@ -70,16 +69,12 @@ class InFlight:
     sent: AsyncResult | None = None
 
 
-class SlicedMicroBatch:
+class SlicedMicroBatch(PackSlices):
     """A micro-batch that is computed in slices: its tensors, and what its slices share on this rank."""
 
     def __init__(self, tensors: MicroBatchTensors) -> None:
+        super().__init__(tensors.cu_seqlens)
         self.tensors = tensors
-        self._keys, self._head = dict[int, SliceKeys](), HeadGradients()
-
-    def slice(self, tokens: range) -> PackSlice:
-        """One of its slices."""
-        return PackSlice(tokens=tokens, pack_bounds=self.tensors.cu_seqlens, keys=self._keys, head=self._head)
 
 
 @dataclass(kw_only=True)

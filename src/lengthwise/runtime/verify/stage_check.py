@@ -1,16 +1,19 @@
-"""Check, before a pipeline of several stages runs, that its stages add up to the gradients of the whole model.
+"""Check, before a pipeline of several stages or slices runs, that they add up to the gradients of the whole model.
 
 Every rank alone computes a pack with all layers, and then stage by stage, handing on hidden states and their gradients
 as ranks would. What else passes between layers, such as a router's loss over all of them or a skip connection, makes
 the two differ. Forwards of all stages come first, and are computed again for their backwards, so that no more than one
 stage is kept: where weights are gathered by layer, a rank has those of one at a time, and those before all layers.
-Backwards of stages are whole, or split as plans with a zero bubble have them.
+Backwards of stages are whole, or split as plans with a zero bubble have them. Where plans cut micro-batches into
+slices, every stage computes the slices of the pack in order, and their backwards in reverse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +23,7 @@ from lengthwise.runtime.loop.planned_pipelines import weights_of_layers
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
+from lengthwise.runtime.parallel.slice_attention import PackSlices
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.gradient_check import dtypes_of, tolerance_of, worst_difference
 from lengthwise.runtime.verify.stock_call import (
@@ -31,13 +35,19 @@ from lengthwise.runtime.verify.stock_call import (
 )
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.loss_backward import Roots
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 
+Cuts = tuple[range | None, ...]
+"""Tokens of each slice of a pack; None: all of it."""
+CUTS: Cuts = (range(4), range(4, 5), range(5, 13), range(13, 17), range(17, sum(LENGTHS)))
+"""Slices of the compared pack: one token, the end of a sequence and the next one's beginning, and no target at all."""
 
-def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool = False) -> None:
+
+def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool = False, slices: bool = False) -> None:
     """Compare the gradients of stages of ``stage_layers`` layers with those of the whole model; every rank calls this.
 
-    ``splits``: whether all stages but the first split their backwards.
+    ``splits``: whether all stages but the first split their backwards. ``slices``: whether the pack is cut into slices.
 
     Raises:
         CheckError: they differ by more than rounding.
@@ -47,28 +57,36 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool =
     for dtype in dtypes:
         try:
             with noise_free(run, dtype), synthetic(run, LENGTHS):
-                comparison = partial(_compare, run, stage_layers, splits, dtype)
-                on_every_rank(run, comparison, f"stages of {list(stage_layers)} layers")
+                comparison = partial(_compare, run, stage_layers, splits, CUTS if slices else (None,), dtype)
+                in_slices = " in slices" if slices else ""
+                on_every_rank(run, comparison, f"stages of {list(stage_layers)} layers{in_slices}")
             return
         except NotInThisDtype as error:
             if dtype == dtypes[-1]:
                 raise error.reason from None
 
 
-def _compare(run: PreparedModel, stage_layers: Sequence[int], splits: bool, dtype: torch.dtype | None) -> None:
+def _compare(
+    run: PreparedModel, stage_layers: Sequence[int], splits: bool, cuts: Cuts, dtype: torch.dtype | None
+) -> None:
     expected, _ = gradients_in_pack(run, LENGTHS, run.alone)
     assert expected is not None, "this rank is in its own group"
     tolerance = tolerance_of(dtype, run.state.compute_dtype)
-    worst = worst_difference(run, _gradients_in_stages(run, stage_layers, splits), expected, tolerance)
-    if worst.ratio > 1.0 and splits:
-        unsplit = worst_difference(run, _gradients_in_stages(run, stage_layers, False), expected, tolerance)
-        if unsplit.ratio <= 1.0:
-            raise CheckError(
-                f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers that split "
-                f"their backwards than in one: {worst.name} differs by {worst.relative:.1e} (limit "
-                f"{tolerance.relative:.0e}); plan with zero_bubble='none'"
+    worst = worst_difference(run, _gradients_in_stages(run, stage_layers, splits, cuts), expected, tolerance)
+    if worst.ratio > 1.0 and (splits or len(cuts) > 1):
+        in_stages = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)
+        if in_stages.ratio <= 1.0:
+            otherwise, setting = (
+                ("that split their backwards than in one", "zero_bubble='none'")
+                if splits
+                else ("whose micro-batches are cut into slices than from whole ones", f"{Setting.SLICES}=none")
             )
-        worst = unsplit
+            raise CheckError(
+                f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers "
+                f"{otherwise}: {worst.name} differs by {worst.relative:.1e} (limit {tolerance.relative:.0e}); plan "
+                f"with {setting}"
+            )
+        worst = in_stages
     if worst.ratio > 1.0:
         raise CheckError(
             f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers than in one: "
@@ -77,36 +95,39 @@ def _compare(run: PreparedModel, stage_layers: Sequence[int], splits: bool, dtyp
         )
 
 
-def _gradients_in_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool) -> GradientResult:
+def _gradients_in_stages(
+    run: PreparedModel, stage_layers: Sequence[int], splits: bool = False, cuts: Cuts = (None,)
+) -> GradientResult:
     """Loss and gradients of a pack that goes through the stages one after another on this rank.
 
     Raises:
         InputError: backwards are to be split, and none can be.
     """
     used, is_summed = run.wrapped_model.used_units, is_summed_over_ranks(run)
-    cuts = [range(first, end) for first, end in pairwise((0, *accumulate(stage_layers)))]
-    received, totals, num_waiting = [torch.empty(0)], list[Tensor](), 0
+    stages = [range(first, end) for first, end in pairwise((0, *accumulate(stage_layers)))]
+    received, totals, num_waiting = [[torch.empty(0)] * len(cuts)], list[Tensor](), 0
     with run.pinned(weights_of_layers(range(0), used)):
-        for layers in cuts[:-1]:
+        for layers in stages[:-1]:
             with run.pinned(weights_of_layers(layers, used)), torch.no_grad():
-                received.append(_forward(run, layers, received[-1])[1])
-        loss, gradient = torch.zeros(()), torch.tensor(1 / run.world.size if is_summed else 1.0)
-        for layers in reversed(cuts):
+                received.append([sent.result for sent in _forwards(run, layers, received[-1], cuts, None)])
+        loss, gradients = 0.0, [torch.tensor(1 / run.world.size if is_summed else 1.0)] * len(cuts)
+        for layers in reversed(stages):
             with run.pinned(weights_of_layers(layers, used)):
-                gradients = WeightGradients(is_open=False) if splits and layers.start else None
-                stage, result = _forward(run, layers, received.pop(), gradients)
-                loss = result.detach() if stage.is_last else loss
-                with nullcontext() if gradients is None else gradients.opened():
-                    added = _backward(run, stage, result, gradient.to(result).expand_as(result))
-                num_waiting += 0 if gradients is None else _add_waiting(run, gradients, added)
-                totals = added if not totals else [total + more for total, more in zip(totals, added)]
-                gradient = gradient if stage.input is None else _gradient_of(stage.input)
+                later = WeightGradients(is_open=False) if splits and layers.start else None
+                computed = list(_forwards(run, layers, received.pop(), cuts, later))
+                loss += sum(float(part.result.detach()) for part in computed if part.stage.is_last)
+                for number in reversed(range(len(cuts))):
+                    with nullcontext() if later is None else later.opened():
+                        added = _backward(run, computed[number], gradients[number])
+                    num_waiting += 0 if later is None else _add_waiting(run, later, added)
+                    totals = added if not totals else [total + more for total, more in zip(totals, added)]
+                gradients = [_gradient_of(part.stage.input) for part in computed if part.stage.input is not None]
     if splits and not num_waiting:
         raise InputError(
             f"no backward of {type(run.model).__name__} can be split: its layers multiply tokens by no trained weight; "
             "plan with zero_bubble='none'"
         )
-    return GradientResult(loss=float(loss), gradients=taken_gradients(run) if is_summed else totals)
+    return GradientResult(loss=loss, gradients=taken_gradients(run) if is_summed else totals)
 
 
 def _add_waiting(run: PreparedModel, gradients: WeightGradients, added: list[Tensor]) -> int:
@@ -123,45 +144,70 @@ def _add_waiting(run: PreparedModel, gradients: WeightGradients, added: list[Ten
     return count
 
 
-def _forward(
-    run: PreparedModel, layers: range, received: Tensor, gradients: WeightGradients | None = None
-) -> tuple[StagedForward, Tensor]:
-    """The forward of a stage, and what it sends on: hidden states, or of the last one the sum of losses.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _StageResult:
+    """What a stage made of the pack, or of one slice of it."""
+
+    stage: StagedForward
+    result: Tensor
+    """The hidden states that it sends on, or of the last stage the sum of losses."""
+    roots: Roots
+    """Where the backward of a last stage begins that has no targets, with zeros."""
+
+
+def _forwards(
+    run: PreparedModel, layers: range, received: Sequence[Tensor], cuts: Cuts, gradients: WeightGradients | None
+) -> Iterator[_StageResult]:
+    """The forwards of a stage, of one slice after another.
 
     ``gradients``: takes those of weights that its backward leaves for later; None: it leaves none.
     """
     pack = pack_of(run, LENGTHS)
-    shard = whole_shard(run, pack)
-    shard.weight_gradients = gradients
-    stage = shard.stage_pass = StagedForward(
-        layers=layers,
-        num_layers=run.wrapped_model.structure.num_layers,
-        receive=lambda like: received.view(like.shape).clone(),
-    )
-    with active(shard):
-        micro_batch = run.make(shard, pack)
-        output = run.model(**micro_batch.inputs)
-        if shard.has_failed:
-            raise torch.OutOfMemoryError("the model's forward ran out of memory")
-        if stage.is_last:
-            return stage, run.wrapped_model.loss_of(output, micro_batch) * micro_batch.num_targets
-    assert stage.output is not None, "the forward ended after the stage"
-    return stage, stage.output
+    slices = PackSlices(run.collator.cu_seqlens(pack))
+    for sent, tokens in zip(received, cuts):
+        shard = whole_shard(run, pack)
+        shard.weight_gradients, shard.part = gradients, None if tokens is None else slices.slice(tokens)
+        stage = shard.stage_pass = StagedForward(
+            layers=layers,
+            num_layers=run.wrapped_model.structure.num_layers,
+            receive=partial(_as_received, sent),
+        )
+        with active(shard):
+            micro_batch = run.make(shard, pack)
+            output = run.model(**micro_batch.inputs)
+            if shard.has_failed:
+                raise torch.OutOfMemoryError("the model's forward ran out of memory")
+            result = stage.output
+            if stage.is_last:
+                count = micro_batch.num_targets
+                result = run.wrapped_model.loss_of(output, micro_batch) * count if count else torch.zeros(())
+        assert result is not None, "the forward ended after the stage"
+        roots = tuple(root for forward in shard.passes for root in forward.roots)
+        yield _StageResult(stage=stage, result=result, roots=() if result.requires_grad else roots)
 
 
-def _backward(run: PreparedModel, stage: StagedForward, result: Tensor, gradient: Tensor) -> list[Tensor]:
+def _as_received(sent: Tensor, like: Tensor) -> Tensor:
+    return sent.view(like.shape).clone()
+
+
+def _backward(run: PreparedModel, computed: _StageResult, gradient: Tensor) -> list[Tensor]:
     """The backward of a stage, which leaves its input a gradient; returns those of parameters that are not summed."""
+    stage, result = computed.stage, computed.result
     parameters = [] if run.gather is not None else list(run.wrapped_model.structure.parameters.values())
-    if not result.requires_grad:
+    begins: list[Any] = [edge for edge, _ in computed.roots]
+    weights = [zeros for _, zeros in computed.roots]
+    if result.requires_grad:
+        begins, weights = [result], [gradient.to(result).expand_as(result)]
+    if not begins:
         return [torch.zeros_like(parameter) for parameter in parameters]
     if run.gather is not None:
-        torch.autograd.backward(result, gradient)
+        torch.autograd.backward(begins, weights)
         return []
     inputs = parameters if stage.input is None else [*parameters, stage.input]
-    computed = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+    added = torch.autograd.grad(begins, inputs, weights, allow_unused=True)
     if stage.input is not None:
-        stage.input.grad = computed[-1]
-    return [torch.zeros_like(x) if added is None else added for x, added in zip(parameters, computed)]
+        stage.input.grad = added[-1]
+    return [torch.zeros_like(x) if part is None else part for x, part in zip(parameters, added)]
 
 
 def _gradient_of(received: Tensor) -> Tensor:

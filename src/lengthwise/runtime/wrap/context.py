@@ -28,6 +28,7 @@ from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.group_exchange import HeadGroups
 from lengthwise.runtime.parallel.ring import Ring
+from lengthwise.runtime.parallel.slice_attention import PackSlice
 from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
 from lengthwise.runtime.state.update_overlap import WatchedBackward
@@ -121,6 +122,8 @@ class PackShard:
     """Each half of an attention as it comes, where that is to be known."""
     script: ExchangeScript | None = None
     """The script that forwards follow, where it is not the one of the whole model."""
+    part: PackSlice | None = None
+    """The slice of the pack that is computed; None: all of it is."""
     stage_pass: StagedForward | None = None
     """The stage of a pipeline that this rank computes; None: all layers."""
     passes: list[ForwardPass] = field(default_factory=list)
@@ -163,9 +166,10 @@ class PackShard:
 
     @cached_property
     def stage(self) -> StageView:
-        """Which rank of the group holds which slots."""
+        """Which rank of the group holds which slots of the pack, or of the slice that is computed."""
         is_zigzag = self.is_causal and any(method is not Method.ULYSSES for method in self.methods)
-        view = in_order(self.cu_seqlens, causal=False, tree=self.tree)
+        computed = self.cu_seqlens if self.part is None else self.part.cu_seqlens
+        view = in_order(computed, causal=False, tree=self.tree)
         return StageView(
             view=view,
             shards=shard_tokens(view.cu_seqlens, degree=self.group.size, causal=is_zigzag),
@@ -208,7 +212,13 @@ class PackShard:
     @cached_property
     def places(self) -> np.ndarray:
         """[t] places in the pack of this rank's slots."""
-        return self.stage.shards.places[self.group.rank]
+        places = self.stage.shards.places[self.group.rank]
+        return places if self.part is None else places + self.part.tokens.start
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """[T] position in its sequence of each slot of the pack."""
+        return in_order(self.cu_seqlens, causal=False, tree=self.tree).offsets
 
     @property
     def num_slots(self) -> int:
@@ -218,7 +228,7 @@ class PackShard:
     @cached_property
     def positions(self) -> Tensor:
         """[t] position in its sequence of each slot of this rank."""
-        return self._own(self.stage.view.offsets)
+        return self._own(self.offsets)
 
     @property
     def num_exchanges(self) -> int:

@@ -88,7 +88,7 @@ class MicroBatch:
     def own_slots(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """For each sequence its number, which of this rank's slots it has, and their positions in it."""
         shard = self.shard
-        offsets = shard.stage.view.offsets[shard.places]
+        offsets = shard.offsets[shard.places]
         if shard.tree is None:
             numbers = shard.sequences.cpu().numpy()
             masks = ((sequence, numbers == sequence) for sequence in self.sequence_ids)

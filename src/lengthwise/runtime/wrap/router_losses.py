@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.zero_collectives import gather_sizes
@@ -60,6 +60,11 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
         raise InputError(
             "share_prefixes=True: the load-balancing loss of the model's router is a mean over all tokens of each "
             "sequence, of which some are shared; set output_router_logits=False, or leave share_prefixes out"
+        )
+    if shard.part is not None:
+        raise InputError(
+            "the load-balancing loss of the model's router is a mean over all tokens of each sequence, of which a "
+            f"slice has some; set output_router_logits=False, or plan with {Setting.SLICES}=none"
         )
     widths = [logits.shape[1] for logits in gate_logits]
     logits_TW = gather_slots(torch.cat(gate_logits, dim=1), shard)

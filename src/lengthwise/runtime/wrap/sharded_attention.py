@@ -5,7 +5,7 @@ rows of heads: each of its R places in a frame attends across frames by itself, 
 model's heads then.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.runtime.models.varlen_attention import attend, attend_varlen, takes_windows
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
 from lengthwise.runtime.parallel.group_attention import attend_in_groups
 from lengthwise.runtime.parallel.ring import Ring
 from lengthwise.runtime.parallel.ring_attention import ring_attention
+from lengthwise.runtime.parallel.slice_attention import attend_slice
 from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
@@ -112,17 +113,18 @@ def _attend(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionRequest,
         "num_heads": q_tNH.shape[1], "num_kv_heads": k_tKH.shape[1], "layer": shard.layer, "causal": kind.causal
     }  # fmt: skip
     grouped = shard.in_head_groups(**call)
-    if shard.dtype is not None and (grouped is not None or shard.group.size > 1):
+    if shard.dtype is not None and (grouped is not None or shard.group.size > 1 or shard.part is not None):
         # Autocast casts what an attention of torch is given, but neither what kernels are nor what ranks exchange.
         q_tNH, k_tKH, v_tKH = (x.to(shard.dtype) for x in (q_tNH, k_tKH, v_tKH))
     if grouped is not None:
         ring_of = partial(_ring_of, grouped.ring, kind=kind, shard=shard)
         return attend_in_groups(q_tNH, k_tKH, v_tKH, grouped, ring_of=ring_of, sinks_N=kind.sinks)
+    core = partial(_attend_whole if shard.part is None else _attend_in_slice, kind=kind, shard=shard)
     if shard.group.size == 1:
-        return _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
+        return core(q_tNH, k_tKH, v_tKH, 0)
     sharing = shard.sharing(**call)
-    core = partial(_attend_whole, kind=kind, shard=shard)
     if sharing.ring is not None:
+        assert shard.part is None, "slices are of methods under which ranks have whole sequences"
         core = partial(_attend_in_ring, kind=kind, shard=shard, ring=sharing.ring)
     return sharing.attend(q_tNH, k_tKH, v_tKH, core=core)
 
@@ -163,6 +165,36 @@ def _attend_in_ring(
     return ring_attention(q_TnH, k_TkH, v_TkH, _ring_of(ring, q_TnH, heads, kind=kind, shard=shard), sinks_N=sinks)
 
 
+def _attend_in_slice(
+    q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: AttentionRequest, shard: PackShard
+) -> Tensor:
+    """Attend from the tokens of a slice over those of the slices before and its own.
+
+    Raises:
+        InputError: a query may see what is behind it, or slices that are not there yet.
+    """
+    part = shard.part
+    assert part is not None, "the pack is computed in slices"
+    if kind.mask is not None or not kind.causal:
+        raise InputError(
+            "slices of a sequence see what is before them alone, and this model's attention "
+            + ("looks both ways" if kind.mask is None else "has masks or biases of its own")
+            + f"; plan with {Setting.SLICES}=none"
+        )
+    heads = range(first_head, first_head + q_TnH.shape[1])
+    sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
+    ring, options = part.ring, replace(kind, sinks=None)
+    if kind.window is not None or not options.is_plain:
+        query_runs, key_runs = (
+            TokenShards(places=(np.arange(some.start, some.stop),)).runs(shard.cu_seqlens, 0)
+            for some in (part.tokens, part.seen)
+        )
+        tasks = _tasks_between(query_runs, key_runs, heads, kind, shard)
+        ring = replace(ring, tasks=(tuple(tasks),), packed_tasks={})
+    keys = part.keys_of(shard.counts.all_attention - 1)
+    return attend_slice(q_TnH, k_TkH, v_TkH, part, keys, ring=ring, sinks_N=sinks)
+
+
 def _ring_of(ring: Ring, q_tnH: Tensor, heads: range, *, kind: AttentionRequest, shard: PackShard) -> Ring:
     """The ring with tasks of these heads, where what a query of ``q_tnH`` sees is more than causal or open."""
     if replace(kind, sinks=None).is_plain:
@@ -182,6 +214,13 @@ def _tasks(ring: Ring, source: int, heads: range, kind: AttentionRequest, shard:
     else:
         shares = shard.stage.shards.merged(shard.group.size // ring.group.size)
     query_runs, key_runs = (_runs(shard, shares, rank) for rank in (ring.group.rank, source))
+    yield from _tasks_between(query_runs, key_runs, heads, kind, shard)
+
+
+def _tasks_between(
+    query_runs: Sequence[TokenRun], key_runs: Sequence[TokenRun], heads: range, kind: AttentionRequest, shard: PackShard
+) -> Iterator[Task]:
+    """Attention tasks between runs of queries and those keys of their own sequences, some queries at a time."""
     keys_by_sequence: dict[int, list[TokenRun]] = {}
     for run in key_runs:
         keys_by_sequence.setdefault(run.sequence, []).append(run)
