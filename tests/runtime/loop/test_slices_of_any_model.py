@@ -6,6 +6,17 @@ from functools import partial
 import pytest
 import torch
 
+from lengthwise.core.planned_micro_batch import PlannedSlice
+from tests.runtime.loop import memory_runs
+from tests.runtime.loop.loops import (
+    masked_mean_alone,
+    plain_loop,
+    terms_alone,
+    train_through_trouble,
+    train_with_masked_mean,
+    train_with_terms,
+    with_plans_changed,
+)
 from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
 from tests.runtime.loop.test_families import CASES, FEW, gpt2
 
@@ -16,10 +27,125 @@ SIZES = ((5, 9, 1, 7), (), (13, 3, 8), (2, 3), (29, 2, 8), (4, 4, 4, 5))
 """Slices within a sequence, of several, across boundaries, of one token; and packs that are not cut."""
 ONE = (Packs(ranks=(0,), packs=PACKS, recompute=RECOMPUTE, slice_sizes=SIZES),)
 TWO = (Packs(ranks=(0, 1), packs=PACKS, stage_layers=(1, 2), recompute=RECOMPUTE, slice_sizes=SIZES),)
+THREE = (
+    Packs(
+        ranks=(0, 1, 2),
+        packs=PACKS,
+        stage_layers=(1, 1, 1),
+        recompute=(True,) * 3,
+        slice_sizes=SIZES,
+        keeps_attention=True,
+    ),
+)
+FOUR = (
+    # Stages of two ranks; then two ranks in one stage beside two stages, of which some packs are cut.
+    Packs(
+        ranks=(0, 1, 2, 3), packs=((2, 3), (6,), (0, 8)), stage_layers=(2, 1), recompute=RECOMPUTE,
+        slice_sizes=((5, 9, 2, 6), (), (12, 4)),
+    ),
+    Packs(ranks=(3, 1), packs=((4,), (1,)), phase=1, slice_sizes=((3, 5),)),
+    Packs(ranks=(2, 0), packs=((5, 7), (9,)), stage_layers=(1, 2), phase=1, slice_sizes=((), (6, 6, 5))),
+)  # fmt: skip
+SPLIT_HEADS = (
+    Packs(
+        ranks=(0, 1, 2),
+        packs=((2, 3), (0, 8, 4), (5, 7), (9,), (1,), (6,)),
+        recompute=RECOMPUTE,
+        slice_sizes=((5, 9, 3, 5), (13, 3, 8), (29, 4, 6)),
+    ),
+)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("llama", ONE), ("gpt2", ONE), ("llama", TWO), ("gpt2", TWO)])
+@pytest.mark.parametrize("name", list(CASES)[:6])
+@pytest.mark.parametrize("groups", [ONE, TWO, THREE, FOUR, SPLIT_HEADS])
 def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, groups):
     size = 1 + max(rank for group in groups for rank in group.ranks)
     for found in ranks(size).run(step_on_ranks, CASES[name], groups):
         assert_exact(CASES[name], found, name)
+
+
+def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks):
+    case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
+    ((loss,), changes) = ranks(1).run(step_on_ranks, case, (FEW,))[0]
+    for groups in (TWO, SPLIT_HEADS):
+        for (sliced_loss,), sliced in ranks(2 + (groups is SPLIT_HEADS)).run(step_on_ranks, case, groups):
+            assert sliced_loss == pytest.approx(loss, abs=EXACT)
+            for name, change in changes.items():
+                torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_stages_whose_weights_are_gathered_for_a_step_compute_in_slices_too(ranks, name):
+    for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True):
+        assert_exact(CASES[name], found, name)
+
+
+def in_slices(plan):
+    """The plan, where micro-batches of more than 14 tokens have four slices and others three, of one token and more."""
+    pipelines = []
+    for pipeline in plan.pipelines:
+        micro_batches = []
+        for planned in pipeline.micro_batches:
+            tokens, degree = planned.pack.num_tokens, pipeline.scheme.degree
+            sizes = (tokens // 2, degree, *[3] * (tokens > 14))
+            sizes = (*sizes, tokens - sum(sizes))
+            micro_batches.append(replace(planned, slices=tuple(PlannedSlice(size, 1.0 * size) for size in sizes)))
+        pipelines.append(replace(pipeline, micro_batches=tuple(micro_batches)))
+    return replace(plan, pipelines=tuple(pipelines))
+
+
+def slicing_all(function, *arguments, **options):
+    """``function`` where every plan cuts all micro-batches into slices."""
+    return with_plans_changed(in_slices, function, *arguments, **options)
+
+
+@pytest.mark.parametrize("trained", memory_runs.TRAINED)
+def test_a_model_of_which_only_parts_are_trained_computes_in_slices(ranks, trained):
+    expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
+    for losses, _, weights in ranks(2).run(slicing_all, memory_runs.train, 1, 1, {}, trained, stages=2):
+        assert losses == pytest.approx(expected[0], abs=1e-10)
+        torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages):
+    expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
+    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
+        fails = dict.fromkeys(range(num_ranks), (place,))
+        for losses, told, weights in ranks(num_ranks).run(
+            slicing_all, memory_runs.train, degree, 1, fails, stages=stages
+        ):
+            assert told, place
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "place", ["before the backward", "the loss", "in the backward", "before the forward", "after the backward"]
+)
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+def test_a_rank_that_leaves_a_step_of_slices_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place):
+    losses, expected = plain_loop()
+    for troubled in {num_ranks // 2} if place == "in the backward" else {0, num_ranks - 1}:
+        for found, weights, _ in ranks(num_ranks).run(
+            slicing_all, train_through_trouble, degree, 1, place, {troubled}, stages=stages
+        ):
+            assert found == pytest.approx(losses, abs=1e-10)
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+def test_slices_without_targets_pass_gradients_of_keys_and_values_on(ranks):
+    loss, weights = masked_mean_alone()
+    for degree, num_ranks in ((1, 1), (2, 2)):
+        for found_loss, found, num_without in ranks(num_ranks).run(slicing_all, train_with_masked_mean, degree, 1):
+            assert num_without and found_loss == pytest.approx(loss, abs=EXACT)
+            torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("how", ["side", "declared", "tokens", "step"])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_means_over_tokens_and_sequences_are_those_of_whole_micro_batches(ranks, how, labelled):
+    loss, weights = terms_alone(labelled)
+    for found_loss, found in ranks(2).run(slicing_all, train_with_terms, 2, how, labelled):
+        assert found_loss == pytest.approx(loss, abs=EXACT)
+        torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)

@@ -105,7 +105,7 @@ def _by_flash(scheme):
     return launches
 
 
-def test_models_that_look_ahead_compiled_layers_and_prepared_models_refuse_slices():
+def test_models_that_look_ahead_and_compiled_layers_refuse_slices_and_ranks_without_tokens_too():
     plan = sliced(SCHEMES["two stages"], batch_of(*LENGTHS))
     with pytest.raises(
         InputError, match=r"micro-batches are cut .*model test also see later ones; plan again with plan.slices=none"
@@ -113,8 +113,11 @@ def test_models_that_look_ahead_compiled_layers_and_prepared_models_refuse_slice
         check_executable(plan, replace(SPEC, causal=False), 2)
     with pytest.raises(InputError, match=r"pipelines\[0\] cuts micro-batches into slices, and compiled.*compile=false"):
         check_compiled(plan)
-    with pytest.raises(InputError, match=r"pipelines\[0\] cuts micro-batches into slices, which this library's own"):
-        check_any_model(plan, SPEC.num_layers, 2, stage_problem="")
+    with pytest.raises(InputError, match=r"pipelines\[0\] cuts micro-batches into slices, and tokens see later ones; "):
+        check_any_model(plan, SPEC.num_layers, 2, stage_problem="", slice_problem="tokens see later ones")
+    shared = sliced(SCHEMES["two stages of two ranks"], batch_of(*LENGTHS))
+    with pytest.raises(InputError, match=r"has a slice of 1 tokens for 2 ranks, of which some would have none, and"):
+        check_any_model(shared, SPEC.num_layers, 4, stage_problem="")
 
 
 def test_a_plan_with_slices_comes_back_from_its_file():

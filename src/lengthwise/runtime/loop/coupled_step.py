@@ -52,7 +52,7 @@ class CoupledStep(Step):
         self._loss_of, numbers = run.coupling.loss_of, frozenset[tuple[int, int]]()
         if attempt == 0 and run.gather is None and not isinstance(run.state, Fsdp2State):
             numbers = run.coupling.keep_forwards(plan)
-        self._kept = [position for position, rank_batch in enumerate(self._own) if rank_batch.place in numbers]
+        self._kept = [position for position, batch in enumerate(self._own) if batch.place in numbers]
         """Positions of micro-batches whose forward keeps what the backward needs."""
         self._again = [position for position in range(len(self._own)) if position not in self._kept]
         self.num_kept = len(numbers)

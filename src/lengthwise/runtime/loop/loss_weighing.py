@@ -11,6 +11,7 @@ from lengthwise.runtime.wrap.loss_backward import LossTerm
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.sequence_sums import check_is_whole
 
 
 class Uses(IntFlag):
@@ -58,6 +59,7 @@ class Weighing:
             if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
                 terms.append(self._direct(loss, num_slots / totals.slots))
         elif mean_over == "units":
+            check_is_whole(micro_batch.shard, "mean_over='units' takes a loss of whole units")
             terms.append(self._direct(loss, micro_batch.num_units / (totals.units * micro_batch.degree)))
         elif mean_over == "step":
             terms.append(self._direct(loss, 1.0))

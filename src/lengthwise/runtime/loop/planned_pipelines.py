@@ -69,7 +69,7 @@ def scripts_of(run: UsualScripts, shard: PackShard) -> tuple[ExchangeScript, ...
     return run.usual_scripts
 
 
-class RankMicroBatch(NamedTuple):
+class LoopMicroBatch(NamedTuple):
     """A micro-batch of a plan on one rank, or one slice of it: what a loop calls the model for at once."""
 
     pipeline_number: int
@@ -93,10 +93,10 @@ class RankMicroBatch(NamedTuple):
         return not self.part.part
 
 
-def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[RankMicroBatch]:
+def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[LoopMicroBatch]:
     """The micro-batches on a rank, or their slices, in the order of computing."""
     return [
-        RankMicroBatch(number, part.number, pipeline, replace(planned, pack=collator.computed(planned.pack)), part)
+        LoopMicroBatch(number, part.number, pipeline, replace(planned, pack=collator.computed(planned.pack)), part)
         for phase in range(plan.num_phases)
         for number, pipeline in enumerate(plan.pipelines)
         if pipeline.phase == phase and rank in pipeline.ranks

@@ -23,7 +23,7 @@ from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop import shared_gradients
-from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch
+from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch
 from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
 from lengthwise.runtime.loop.shared_gradients import stage_of
 from lengthwise.runtime.models.products import WeightGradients
@@ -234,7 +234,7 @@ class StagedPipeline:
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
 
 
-def staged_pipelines(run: MicroBatchMaker, own: Sequence[RankMicroBatch]) -> dict[int, StagedPipeline]:
+def staged_pipelines(run: MicroBatchMaker, own: Sequence[LoopMicroBatch]) -> dict[int, StagedPipeline]:
     """The pipelines of several stages, or with slices, among those of a rank's micro-batches, by number."""
     return {
         number: StagedPipeline(run, pipeline, is_last=number == own[-1].pipeline_number)
@@ -243,7 +243,7 @@ def staged_pipelines(run: MicroBatchMaker, own: Sequence[RankMicroBatch]) -> dic
     }
 
 
-def order_of_backwards(own: Sequence[RankMicroBatch], staged: Mapping[int, StagedPipeline]) -> list[int]:
+def order_of_backwards(own: Sequence[LoopMicroBatch], staged: Mapping[int, StagedPipeline]) -> list[int]:
     """Positions of a rank's micro-batches and slices in the order of their backwards; those of slices run in reverse.
 
     ``staged``: the pipelines of several stages or slices, by number.

@@ -1,7 +1,4 @@
-"""One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan.
-
-Where a plan computes a micro-batch in slices, a loop gets each slice as a micro-batch.
-"""
+"""One optimizer step of a user's own loop: micro-batches, or slices of them, out, losses in, then the update."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -134,8 +131,8 @@ class Step:
         """Make a micro-batch for the loop."""
         self.run.gradients.check()
         shard = self._shard(position)
-        pack = pad_to_degree(self._own[position].planned.pack, shard.group.size, self.run.collator)
-        micro_batch = self.run.make(shard, pack)
+        planned = self._own[position].planned
+        micro_batch = self.run.make(shard, pad_to_degree(planned.pack, shard.group.size, self.run.collator))
         micro_batch.totals = self._weighing.totals
         self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
         torch.clear_autocast_cache()  # an autocast around the loop keeps casts of weights as they once were
@@ -233,14 +230,14 @@ class Step:
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
     ) -> None:
         """End the forward of a micro-batch on one of several stages; its backward comes when 1F1B has it."""
-        shard, present = micro_batch.shard, self._own[self._position]
+        shard, batch = micro_batch.shard, self._own[self._position]
         if not shard.has_failed:
             self.run.gradients.check()
             if shard.stage_pass is not None and shard.stage_pass.is_last:
                 shard.stage_pass.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
         else:
-            self.failure = self.failure or present.place
-        self._staged[present.pipeline_number].end_forward(shard, present.number)
+            self.failure = self.failure or batch.place
+        self._staged[batch.pipeline_number].end_forward(shard, batch.number)
         self._current = None
         self.run.gradients.release()
 
@@ -341,12 +338,11 @@ class Step:
         self._close_loop()
         for position in self._order_of_backwards:
             number, index, *_ = self._own[position]
-            if number in self._staged:
-                if index == 0:
-                    self._staged[number].finish(self._shard, first=position)
-                continue
-            shard = self._shard(position)
-            shared_gradients.leave_micro_batch(self.run.overlap, shard, scripts_of(self.run, shard))
+            if (staged := self._staged.get(number)) is None:
+                shard = self._shard(position)
+                shared_gradients.leave_micro_batch(self.run.overlap, shard, scripts_of(self.run, shard))
+            elif index == 0:
+                staged.finish(self._shard, first=position)
         self.run.push_rest()
 
     def _close_loop(self) -> None:
@@ -394,7 +390,7 @@ class Step:
 
     def _shard(self, position: int) -> PackShard:
         if position not in self._shards:
-            number, index, pipeline, planned, _ = self._own[position]
+            number, index, pipeline, planned, *_ = self._own[position]
             self._shards[position] = shard = make_shard(self.run, self.number, pipeline, planned)
             staged = self._staged.get(number)
             is_last = position == self._order_of_backwards[-1] and not (staged and staged.ends_with_weights)

@@ -8,7 +8,7 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.collectives import sum_over_ranks
-from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch, make_shard
+from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch, make_shard
 from lengthwise.runtime.loop.run_state import RunState
 
 
@@ -33,7 +33,7 @@ class ColumnTotals:
         return self.sums[column][over == "sequences"]
 
 
-def count_targets(step: int, own: Sequence[RankMicroBatch], run: RunState) -> int:
+def count_targets(step: int, own: Sequence[LoopMicroBatch], run: RunState) -> int:
     """Count the targets of a step over all ranks; every rank calls this with its ``own`` micro-batches."""
     count = 0
     for micro_batch in _counted(own, run.world.rank):
@@ -42,12 +42,12 @@ def count_targets(step: int, own: Sequence[RankMicroBatch], run: RunState) -> in
     return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
 
 
-def _counted(own: Sequence[RankMicroBatch], rank: int) -> list[RankMicroBatch]:
+def _counted(own: Sequence[LoopMicroBatch], rank: int) -> list[LoopMicroBatch]:
     """The micro-batches of which this rank counts what is in their packs, each once."""
-    return [one for one in own if one.is_first_of_pack and rank == min(one.pipeline.ranks)]
+    return [batch for batch in own if batch.is_first_of_pack and rank == min(batch.pipeline.ranks)]
 
 
-def column_totals(own: Sequence[RankMicroBatch], run: RunState) -> ColumnTotals:
+def column_totals(own: Sequence[LoopMicroBatch], run: RunState) -> ColumnTotals:
     """Sum the columns for the loss over a step; every rank calls this with its ``own`` micro-batches."""
     columns = run.collator.loss_columns
     if not columns:

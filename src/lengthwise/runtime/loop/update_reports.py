@@ -10,7 +10,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.loop_ledger import num_planned
 from lengthwise.runtime.loop.loss_weighing import Weighing
-from lengthwise.runtime.loop.planned_pipelines import RankMicroBatch
+from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch
 from lengthwise.runtime.wrap.context import PackShard
 
 NUM_DIGESTS = 4
@@ -27,7 +27,7 @@ class OwnUpdate:
     weights: Sequence[int]
     """The fingerprint of its weights, and whether a loop changed them."""
     lr: float
-    micro_batches: Sequence[RankMicroBatch]
+    micro_batches: Sequence[LoopMicroBatch]
     """The micro-batches, or slices of them, that it takes part in."""
     shards: Mapping[int, PackShard]
     """Their shards by position."""
@@ -106,7 +106,7 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
-def read_digests(own: Sequence[RankMicroBatch], shards: Mapping[int, PackShard]) -> list[int]:
+def read_digests(own: Sequence[LoopMicroBatch], shards: Mapping[int, PackShard]) -> list[int]:
     """Digests of what this rank read of shared sequences, one for each phase; later phases share the last one."""
     digests = [0] * NUM_DIGESTS
     for position, shard in shards.items():

@@ -12,6 +12,7 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
+from lengthwise.runtime.wrap.sequence_sums import check_is_whole
 
 Over = Literal["targets", "tokens", "sequences", "units"]
 
@@ -148,6 +149,7 @@ def _check_by_slot(shard: PackShard, values: Tensor, what: str) -> None:
 
 def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
     """This rank's share of a mean over the units of the step: the p ranks of a group have the same values."""
+    check_is_whole(micro_batch.shard, "a mean or a sum over units has a value of each unit")
     if values.shape != (num_units := micro_batch.num_units,):
         raise InputError(
             f"a mean or a sum over units needs one value for each of the {num_units} units of this micro-batch, "

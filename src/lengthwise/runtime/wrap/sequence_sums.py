@@ -33,8 +33,10 @@ def sums_by_sequence(shard: PackShard, values: Tensor) -> Tensor:
     returned stands for the sums.
 
     Raises:
-        InputError: there is not one value for each slot of this rank, or other ranks have values of another shape.
+        InputError: there is not one value for each slot of this rank, other ranks have values of another shape, or the
+            micro-batch is a slice.
     """
+    check_is_whole(shard, "per_sequence(values) sums over each")
     if isinstance(values, MissingTensor):
         finish_forward(shard, _begin(shard))
         return _missing_sums(shard, values)
@@ -51,6 +53,15 @@ def sums_by_sequence(shard: PackShard, values: Tensor) -> Tensor:
         forward.script = ExchangeScript(calls={0: Summed()})
     forward.ended = shard.num_exchanges
     return sums if shard.tree is None else _along_paths(sums, shard.tree)
+
+
+def check_is_whole(shard: PackShard, what: str) -> None:
+    """Raise ``InputError`` if a slice of a micro-batch is computed, for ``what`` needs all tokens of its sequences."""
+    if shard.part is not None:
+        raise InputError(
+            f"this micro-batch is {len(shard.part.tokens):,} of the {shard.cu_seqlens[-1]:,} tokens of some sequences, "
+            f"and {what}; leave slices='auto' out of prepare(...)"
+        )
 
 
 def _missing_sums(shard: PackShard, values: MissingTensor) -> MissingTensor:
