@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from lengthwise.core.atomic_write import write_text
 from lengthwise.core.cost import LinkSpeed
@@ -32,6 +33,14 @@ class LayerVariant:
     """Groups of heads that attention computed one after the other; 1: all at once."""
     split_backward: bool = False
     """Whether the backward left gradients of weights for later: t_b is without them, m what is kept for them."""
+
+
+class AttentionSizes(NamedTuple):
+    """What one layer attends with, in all of its calls of attention together; of all layers, the most."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
 
 
 AS_PREPARED = LayerVariant()

@@ -19,7 +19,8 @@ def weighing_of(*, is_exact=True):
 def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()):
     """Three slots of two units, and one of padding; ``means``: what were made of it."""
     return SimpleNamespace(
-        num_targets=num_targets, shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences)), degree=degree,
+        num_targets=num_targets, degree=degree,
+        shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None),
         num_units=2, means=set(means),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lengthwise.core.device_spec import DeviceSpec
+from lengthwise.core.layer_profile import AttentionSizes
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.layer_bytes import LayerBytes, ffn_forward_flops, layer_bytes
@@ -275,7 +276,7 @@ def stage_time(speeds: LayerSpeeds, scheme: PipelineConfig, *, stage: int) -> St
     return total.stage_time()
 
 
-def slice_bytes(model: ModelSpec, scheme: PipelineConfig, dtype: str) -> float:
+def slice_bytes(model: ModelSpec | AttentionSizes, scheme: PipelineConfig, dtype: str) -> float:
     """Bytes per token of the pack that a layer reads and writes more where micro-batches are cut into slices.
 
     Every slice adds to the gradients of all keys and values before it, in float32 at least: of n slices half of n, each

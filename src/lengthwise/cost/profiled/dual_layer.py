@@ -16,7 +16,7 @@ Where backwards are split, it also keeps what those of s more left for later.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import compress
@@ -26,9 +26,10 @@ import numpy as np
 
 from lengthwise.core.cost import CostError, LinkSpeeds
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD, LayerTable, LayerVariant
+from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD, AttentionSizes, LayerTable, LayerVariant
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.stage_time import slice_bytes
 from lengthwise.cost.gradient_reduction import ReductionTime
 from lengthwise.cost.links import host_copy_bytes_per_s, with_measured_links
 from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, state_parts
@@ -36,12 +37,13 @@ from lengthwise.cost.port_traffic import hold_the_same
 from lengthwise.cost.profiled.degree_fit import DegreeFit, LinearBytes, fit_degree
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost, Moment
 from lengthwise.cost.profiled.stage_layers import StageLayers
+from lengthwise.cost.profiled.stage_moments import num_in_flight, slice_keys, stage_moments
 from lengthwise.cost.profiled.unit_gradients import UnitGradients, link_among
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
 MIXED_S = 1e6
 """Seconds, more than any plan takes, of a step in which ranks would hold more weights than they are priced with."""
-_SETTINGS = ("cluster", "gather", "state_on_host", "narrow_gradients", "unit_params")
+_SETTINGS = ("cluster", "gather", "state_on_host", "narrow_gradients", "unit_params", "attention")
 LEAST_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
@@ -79,12 +81,14 @@ class DualLayerCost(SeparableCost):
         state_on_host: bool = False,
         narrow_gradients: bool = False,
         unit_params: tuple[int, ...] = (),
+        attention: AttentionSizes | None = None,
     ) -> None:
         """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
         ``gather``: what weights cost that are gathered one layer at a time, or of several stages those of a stage for a
         whole step; None: every rank holds them all. ``unit_params``: the trained parameters before the layers, of each
         layer, and after them, of which gradients may be sharded; empty: they are not known, and none may.
+        ``attention``: of layers whose micro-batches may be cut into slices; None: they may not.
 
         Raises:
             InputError: the profile was taken in a dtype whose size is not known.
@@ -99,7 +103,7 @@ class DualLayerCost(SeparableCost):
             model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype, state_on_host=state_on_host,
             narrow_gradients=narrow_gradients,
         )  # fmt: skip
-        self.table, self.gather, self.unit_params = table, gather, unit_params
+        self.table, self.gather, self.unit_params, self.attention = table, gather, unit_params, attention
         self._variants = {variant: _fits(table, variant) for variant in table.variants}
         self.fits = self._variants[AS_PREPARED]
         self._selective_fits = self._variants.get(LayerVariant(keep_attention=True), {})
@@ -135,6 +139,15 @@ class DualLayerCost(SeparableCost):
         """Return the same costs where weights are gathered."""
         return self._changed(gather=gather)
 
+    def with_attention(self, attention: AttentionSizes | None) -> "DualLayerCost":
+        """Return the same costs where micro-batches may be cut into slices; None: where they may not."""
+        return self._changed(attention=attention)
+
+    @property
+    def prices_slices(self) -> bool:
+        """Whether schemes may cut micro-batches into slices."""
+        return self.attention is not None
+
     def _changed(self, **changes: Any) -> "DualLayerCost":
         same = {name: getattr(self, name) for name in _SETTINGS}
         return DualLayerCost(**{"table": self.table, **same, **changes})
@@ -145,7 +158,7 @@ class DualLayerCost(SeparableCost):
         Methods may differ by layer.
         """
         length = np.asarray(lengths, dtype=np.float64)
-        per_token_s = LEAST_S + self.sent_s(scheme)[0]
+        per_token_s = LEAST_S + self.sent_s(scheme)[0] + self._slices_s(scheme)
         return np.maximum.reduce([_times_s(length, layers) for layers in self._stages(scheme)]) + per_token_s * length
 
     def weight_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
@@ -159,16 +172,25 @@ class DualLayerCost(SeparableCost):
         return min(counts) * fit.weights.of_sequences(length * degree / scheme.degree)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
+        """c of every layer, forward and backward, and of the rest, and messages of stages, as often as the scheme has
+        slices; and the gathering of weights.
+        """
         gather_s = 0.0 if self.gather is None or scheme.num_stages > 1 else self.gather.micro_batch_s(self.cluster)
         of_stages = [sum(part.fixed_s for part in layers) for layers in self._stages(scheme)]
         reduction = self.reduction(scheme)
         reduced_s = 0.0 if reduction is None else reduction.least_s
-        return gather_s + max(of_stages) + self.sent_s(scheme)[1] + reduced_s
+        return gather_s + (max(of_stages) + self.sent_s(scheme)[1]) * scheme.slices + reduced_s
 
     def launch_s(self, scheme: PipelineConfig) -> float:
-        """Seconds of the stage whose kernels take longest to launch."""
-        return max(sum(part.launch_s for part in layers) for layers in self._stages(scheme))
+        """Seconds of the stage whose kernels take longest to launch, as often as the scheme has slices."""
+        return max(sum(part.launch_s for part in layers) for layers in self._stages(scheme)) * scheme.slices
+
+    def _slices_s(self, scheme: PipelineConfig) -> float:
+        """Seconds per token in which slices add to gradients of keys and values, and merge what they attended to."""
+        if self.attention is None or scheme.slices == 1:
+            return 0.0
+        num_bytes = max(scheme.stage_layers) * slice_bytes(self.attention, scheme, self.dtype)
+        return num_bytes / self.cluster.device.memory_bytes_per_s
 
     def reduction(self, scheme: PipelineConfig) -> ReductionTime | None:
         """Seconds of a micro-batch in reducing gradients to shares; None where whole ones are kept."""
@@ -256,34 +278,10 @@ class DualLayerCost(SeparableCost):
 
     def _lines_of(self, scheme: PipelineConfig) -> list[dict[Moment, Line]]:
         """What each stage has above the model state: equation 6, and what it leaves out, at each moment."""
-        return [self._moments_of(scheme, stage, layers) for stage, layers in enumerate(self._stages(scheme))]
-
-    def _moments_of(self, scheme: PipelineConfig, stage: int, layers: Sequence[StageLayers]) -> dict[Moment, Line]:
-        """The bytes of one stage at each moment: what its micro-batches in flight saved, and what the moment takes."""
-        num_in_flight, inputs = scheme.num_stages - stage, layers[0].fit.inputs
-        messages = num_in_flight * (num_in_flight > 1) + 2 * (stage > 0)
-        saved: list[tuple[float, LinearBytes]] = [(messages, inputs)]
-        for part in layers:
-            saved += [(num_in_flight * count, line) for count, line in part.kept] + part.waiting(stage)
-        moving_in_loss, moving = ([line for part in layers for line in part.moving(number)] for number in (1, 2))
-        rest = [(part.rest, part.fit.rest) for part in layers]
-        backwards = []
-        for part in layers:
-            of_layer = rest if part.fit.layer_backward is None else [(1.0, part.fit.layer_backward)]
-            is_full = part.recomputed > 0 or (part.fit.layer_backward is None and num_in_flight > 1)
-            backwards.append(_sum([*saved, *moving, *of_layer, (is_full, part.alive)]))
-        backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
-        moments = {Moment.BACKWARD: backward}
-        if stage == 0:  # the layers of this micro-batch keep nothing any more
-            others = [(n * (num_in_flight - 1) / num_in_flight, line) for n, line in (*saved, *moving)]
-            embedding = ((part.num_layers, part.fit.embedding_backward) for part in layers)
-            share = 1 / sum(part.num_layers for part in layers)
-            moments[Moment.EMBEDDING_BACKWARD] = _sum([*others, *((n * share, line) for n, line in embedding)])
-        if stage < scheme.num_stages - 1:
-            return moments
-        saved += moving_in_loss
-        loss_backward = _sum([*saved, *((part.rest, part.fit.loss_backward) for part in layers)])
-        return {Moment.LOSS: _sum([*saved, *rest]), Moment.LOSS_BACKWARD: loss_backward, **moments}
+        return [
+            stage_moments(scheme, stage, layers, slice_keys(self.attention, scheme, layers, self.dtype))
+            for stage, layers in enumerate(self._stages(scheme))
+        ]
 
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         """What layers put on the host, of the stage that puts most there."""
@@ -291,7 +289,7 @@ class DualLayerCost(SeparableCost):
         for stage, layers in enumerate(self._stages(scheme)):
             counts = [(part.offloaded, part.fit.kept_layer) for part in layers]
             counts += [(part.offloaded + part.inputs_offloaded, part.fit.inputs) for part in layers]
-            in_flight = scheme.num_stages - stage
+            in_flight = num_in_flight(scheme, stage)
             fixed = max(fixed, in_flight * sum(count * line.fixed for count, line in counts))
             per_token = max(per_token, in_flight * sum(count * line.per_token for count, line in counts))
         return self._host_state_bytes(num_devices) + fixed, per_token
@@ -392,9 +390,3 @@ def _fits(table: LayerTable, variant: LayerVariant) -> Mapping[tuple[int, Method
 def _times_s(length: np.ndarray, layers: Sequence[StageLayers]) -> np.ndarray:
     """Seconds that each sequence adds to a stage."""
     return sum((part.times_s(length) for part in layers), start=np.zeros_like(length))
-
-
-def _sum(terms: Iterable[tuple[float, LinearBytes]]) -> Line:
-    """The sum of lines, each so many times."""
-    terms = list(terms)
-    return Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms))
