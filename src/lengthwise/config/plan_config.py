@@ -67,8 +67,8 @@ class PlanConfig(PolicySettings):
     default.)"""
     slices: SlicesName = "auto"
     """Whether stages may compute micro-batches in slices of tokens, one after another, so that a long sequence leaves
-    the bubble of a slice, in less memory than 1F1B; auto: whichever is faster; none: whole micro-batches. (Models that
-    transformers computes, prepare, compiled layers and runs with shapes have whole ones.)"""
+    the bubble of a slice, in less memory than 1F1B; auto: whichever is faster; none: whole micro-batches. (Compiled
+    layers and runs with shapes have whole ones; in prepare, none by default.)"""
     local_sequences: bool = False
     """Whether short sequences of a micro-batch that several devices share may each be whole on one of them, where only
     keys and values are exchanged: nothing of them is sent then. (Models that transformers computes, prepare, compiled

@@ -21,6 +21,7 @@ from lengthwise.config.choices import (
     Recompute,
     SequenceMethod,
     ShardGradients,
+    SlicesName,
     StatePlace,
     TrainingObjective,
     ZeroBubbleName,
@@ -84,6 +85,7 @@ class PrepareKeywords(TypedDict, total=False):
     weights: HeldWeights
     shard_gradients: ShardGradients
     recompute: Literal[Recompute, "selective"]
+    slices: SlicesName
     feed_forward_tile: int | None
     compile: bool
     compile_backend: str

@@ -14,6 +14,7 @@ from lengthwise.config.choices import (
     Recompute,
     SequenceMethod,
     ShardGradients,
+    SlicesName,
     TrainingObjective,
 )
 from lengthwise.config.foreign_names import SETTING_OF
@@ -97,6 +98,11 @@ class PrepareOptions(
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""
+    slices: SlicesName = "none"
+    """Slices in time (TeraPipe): whether pipeline stages may compute micro-batches in slices of their tokens, one after
+    another, so that a long sequence leaves the bubble of a slice; auto: where that is faster, or longer sequences need
+    it. The loop gets each slice as a micro-batch, and sums over whole sequences are refused. (Configurations have auto
+    by default.)"""
     feed_forward_tile: int | None = Field(default=None, ge=1)
     """Tokens that feed-forward modules compute at once, forward and backward: they keep their input alone and compute
     each tile again in the backward, so that longer sequences fit. None: all tokens, and tiles that plans choose where

@@ -61,10 +61,10 @@ from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.run_planner import ForwardPlanner, RunPlanner
 from lengthwise.session.sequence_units import units_named
+from lengthwise.session.slice_costs import with_passes_priced
 from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
-from lengthwise.session.zero_bubble_costs import with_split_backwards
 
 _log = logging.getLogger("lengthwise")
 MOST_READERS = 256
@@ -343,7 +343,7 @@ def _planner(
     cost, keep_layers = place_weights(prepared, options, cost, longest)
     options = options.model_copy(update={"shard_gradients": shared_gradients(prepared, options, cost)})
     max_stages = most_stages(prepared, options)
-    cost = with_split_backwards(prepared, options, cost, max_stages)
+    options, cost = with_passes_priced(prepared, options, cost, max_stages)
     options, lengths = with_members_planned(options, prepared, sequences.lengths)
     units = prepared.collator.units if cuts_of(options) is not None else None
     plan_with = partial(
@@ -364,7 +364,7 @@ def _planner(
 
     cost = with_longest_fitting(prepared, options, cost, longest, partial(plan_as_cut, options))
     planner = calibrated(prepared, cost, partial(plan_as_cut, options))
-    unused = dict.fromkeys(("recompute", "lr_scaling", "shard_gradients", "zero_bubble"), "none")
+    unused = dict.fromkeys(("recompute", "lr_scaling", "shard_gradients", "zero_bubble", "slices"), "none")
     forwards = options.model_copy(update=unused)
     plan_forwards = ForwardPlanner(partial(plan_as_cut, forwards), lambda: planner.planner)
     return planner, plan_forwards, keep_layers

@@ -23,6 +23,7 @@ from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, SearchSpace, lengths_of, make_problem
 from lengthwise.plan.space.sharded_gradients import GradientSharding
+from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.plan.space.split_backwards import ZeroBubble
 
 
@@ -132,6 +133,7 @@ def make_planner(
         offload=OffloadMode(options.offload),
         shard_gradients=GradientSharding(options.shard_gradients),
         zero_bubble=ZeroBubble(options.zero_bubble),
+        slices=Slices(options.slices),
         planned_tile=getattr(measured, "tile_tokens", 0),
         has_selective=keeps_attention,
         has_head_groups=not options.compile and isinstance(measured, DualLayerCost),

@@ -42,6 +42,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "offload": plan.offload,
             "shard_gradients": plan.shard_gradients,
             "zero_bubble": plan.zero_bubble,
+            "slices": plan.slices,
             "policy": plan.policy,
             "max_degree": max_degree,
             "max_stages": plan.max_stages,
@@ -79,7 +80,7 @@ def stock_planner(
         "max_degree": options.max_degree,
         "shard_gradients": options.shard_gradients,
         "zero_bubble": options.zero_bubble,
-        "slices": "none",
+        "slices": options.slices,
         "local_sequences": False,
         "tile_tokens": None if plan.tile_tokens else plan.tile_tokens,  # else the model's modules compute them
     }

@@ -18,6 +18,7 @@ from lengthwise.runtime.loop.planned_pipelines import check_executable
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.slice_limits import slice_problem
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.session.calibration import find_cost
@@ -29,10 +30,10 @@ from lengthwise.session.planning import batch_stream, make_sampler, open_plans
 from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.run_planner import RunPlanner
+from lengthwise.session.slice_costs import with_passes_priced
 from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights, shared_gradients
-from lengthwise.session.zero_bubble_costs import with_split_backwards
 
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
@@ -102,7 +103,7 @@ class _Planning:
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
         self._options = chosen.model_copy(update={"shard_gradients": shared_gradients(prepared, chosen, measured)})
         self._max_stages = most_stages(prepared, chosen)
-        self._cost = with_split_backwards(prepared, chosen, self._cost, self._max_stages)
+        self._options, self._cost = with_passes_priced(prepared, self._options, self._cost, self._max_stages)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""
@@ -120,6 +121,7 @@ class _Planning:
             check_executable(
                 plan, self._prepared.wrapped_model.structure.num_layers, self._inputs.world.size,
                 stage_problem=self._prepared.stage_problem, split_problem=self._prepared.split_problem,
+                slice_problem=slice_problem(self._prepared),
             )  # fmt: skip
         return plans
 

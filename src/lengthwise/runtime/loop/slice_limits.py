@@ -1,9 +1,10 @@
 """Which prepared models compute micro-batches in slices of their tokens, one after another."""
 
 from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.layer_profile import AttentionSizes
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.wrap.exchange_script import AttentionExchange
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript
 
 
 def slice_problem(prepared: PreparedModel, *, is_coupled: bool = False) -> str:
@@ -29,3 +30,20 @@ def slice_problem(prepared: PreparedModel, *, is_coupled: bool = False) -> str:
         "FSDP2 shards the model": isinstance(prepared.state, Fsdp2State),
     }
     return next((problem for problem, applies in problems.items() if applies), "")
+
+
+def attention_sizes(script: ExchangeScript) -> AttentionSizes | None:
+    """What a layer attends with; None: no attention was observed."""
+    by_layer: dict[int | None, list[AttentionExchange]] = {}
+    for call in script.calls.values():
+        if isinstance(call, AttentionExchange):
+            by_layer.setdefault(call.layer, []).append(call)
+    sizes = [
+        AttentionSizes(
+            num_heads=sum(call.num_heads for call in calls),
+            num_kv_heads=sum(call.num_kv_heads for call in calls),
+            head_size=max(call.head_size for call in calls),
+        )
+        for calls in by_layer.values()
+    ]
+    return max(sizes, key=lambda size: size.num_kv_heads * size.head_size, default=None)
