@@ -25,7 +25,18 @@ SECTIONS = {"": Config} | {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-OTHER_TYPE = {"steps", "epochs", "methods", "metric", "lr", "recompute", "profile", "compile", "shard_gradients"}
+OTHER_TYPE = {
+    "steps",
+    "epochs",
+    "methods",
+    "metric",
+    "lr",
+    "recompute",
+    "profile",
+    "compile",
+    "shard_gradients",
+    "slices",
+}
 """Names of the same meaning that take something else in ``prepare``, or have another default; both say so."""
 
 

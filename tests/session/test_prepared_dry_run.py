@@ -9,7 +9,7 @@ from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD, LayerVariant
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.planned_micro_batch import PlannedMicroBatch
+from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.models.stock_model import read_stock_model
@@ -38,6 +38,8 @@ ROUNDED = 4096
 """Bytes of padding of all units."""
 WITHIN = 0.05
 """How far the memory model may be from what was counted."""
+BEYOND = 0.3
+"""How far it may be above that of slices: plans count on larger ones, and on all that a pass may have at once."""
 
 
 def plan_of(degree):
@@ -76,11 +78,28 @@ def in_split_stages(plan):
     return replace(plan, pipelines=(Pipeline(ranks=(0, 1, 2, 3), scheme=scheme, micro_batches=tuple(micro_batches)),))
 
 
+def in_sliced_stages(plan):
+    """All micro-batches on two stages of two ranks, in four slices."""
+    (pipeline, _) = plan.pipelines
+    scheme = replace(pipeline.scheme, stage_layers=(1, 2), slices=4)
+    slices = tuple(PlannedSlice(size, 0.25) for size in (13_000, 8_000, 6_000, 5_768))
+    micro_batches = (replace(m, slices=slices) for p in plan.pipelines for m in p.micro_batches)
+    return replace(plan, pipelines=(Pipeline(ranks=(0, 1, 2, 3), scheme=scheme, micro_batches=tuple(micro_batches)),))
+
+
 PLANS = {"whole": plan_of(1), "by-layer": plan_of(2), "sharded gradients": with_shared_gradients(plan_of(2))}
 PLANS["groups of heads"] = in_groups_of_heads(plan_of(2))
 PLANS["split backwards"] = in_split_stages(plan_of(2))
-"""By what ranks hold of weights and gradients, one whose attention computes groups of heads, and one in stages."""
-RANKS = {"whole": [0], "by-layer": [3], "sharded gradients": [0], "groups of heads": [0], "split backwards": [2]}
+PLANS["slices"] = in_sliced_stages(plan_of(2))
+"""By what ranks hold of weights and gradients, one whose attention computes groups of heads, and two in stages."""
+RANKS = {
+    "whole": [0],
+    "by-layer": [3],
+    "sharded gradients": [0],
+    "groups of heads": [0],
+    "split backwards": [2],
+    "slices": [0, 2],
+}
 
 
 @pytest.fixture(
@@ -113,7 +132,8 @@ def dry_runs(request, tmp_path_factory):
 @pytest.mark.parametrize("weights", PLANS)
 def test_peaks_are_within_five_percent_of_the_memory_model_of_prepared_models(dry_runs, weights):
     for row in dry_runs[weights]:
-        assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN)
+        ratio = row["predicted"]["peak_total_bytes"] / row["peak_total_bytes"]
+        assert 1 - WITHIN <= ratio <= 1 + (BEYOND if weights == "slices" else WITHIN), row["rank"]
 
 
 @pytest.mark.parametrize("weights", PLANS)

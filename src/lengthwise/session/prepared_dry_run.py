@@ -11,7 +11,7 @@ from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError
 from lengthwise.core.head_split import shared_by
-from lengthwise.core.layer_profile import AS_PREPARED, Identity, LayerRow, LayerTable, LayerVariant
+from lengthwise.core.layer_profile import AS_PREPARED, AttentionSizes, Identity, LayerRow, LayerTable, LayerVariant
 from lengthwise.core.pipeline_config import HEAD_GROUP_METHODS, Method, PipelineConfig, uniform_scheme
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
@@ -86,6 +86,7 @@ class PreparedDryRun:
         whole_cost = DualLayerCost(
             table, cluster=self.cluster, state_on_host=on_host, narrow_gradients=is_narrow,
             unit_params=tuple(profile["unit_params"]),
+            attention=None if profile["attention"] is None else AttentionSizes(*profile["attention"]),
         )  # fmt: skip
         if num_devices == 1 or weights == "whole":
             return whole_cost

@@ -30,17 +30,21 @@ def num_in_flight(scheme: PipelineConfig, stage: int) -> float:
 def slice_keys(
     attention: AttentionSizes | None, scheme: PipelineConfig, layers: Sequence[StageLayers], dtype: str
 ) -> LinearBytes:
-    """Keys and values of all slices of a micro-batch on one stage, and their gradients, beside what layers saved.
+    """Keys and values of all slices of a micro-batch on one stage, and their gradients, beside what layers saved; and
+    outputs of one layer over earlier keys and over the slice's own, while they are merged.
 
     ``attention``: of each layer; None: no micro-batch is in slices.
     """
     if attention is None or scheme.slices == 1:
         return LinearBytes(fixed=0.0, per_token=0.0, residuals=())
     width, wide = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
-    numbers = 2 * -(-attention.num_kv_heads // scheme.degree) * attention.head_size
-    copies = sum(part.num_layers for part in layers) * wide + width  # of one layer, as the kernel makes gradients
+    keys, queries = (
+        -(-n // scheme.degree) * attention.head_size for n in (attention.num_kv_heads, attention.num_heads)
+    )
+    copies = (sum(part.num_layers for part in layers) + 1) * wide  # of one layer, as the kernel makes gradients
     copies += sum(part.recomputed + part.offloaded for part in layers) * width
-    return LinearBytes(fixed=0.0, per_token=float(numbers * copies), residuals=())
+    merged = 3 * queries * wide * largest_share(scheme.slices)
+    return LinearBytes(fixed=0.0, per_token=2.0 * keys * copies + merged, residuals=())
 
 
 def stage_moments(
@@ -56,14 +60,14 @@ def stage_moments(
     for part in layers:
         saved += [(in_flight * count, line) for count, line in part.kept] + part.waiting(stage)
     moving_in_loss, moving = (_at_once([line for part in layers for line in part.moving(n)], share) for n in (1, 2))
-    rest = [(part.rest, part.fit.rest) for part in layers]
+    rest = [(part.rest, part.fit.rest) for part in layers]  # of many tokens, some at a time are as much
+    losses = [(part.rest, _waiting_losses(part)) for part in layers if is_sliced]
     backwards = []
     for part in layers:
         of_layer = rest if part.fit.layer_backward is None else _at_once([(1.0, part.fit.layer_backward)], share)
-        losses = rest if is_sliced and part.fit.layer_backward is not None else []
         is_full = part.recomputed > 0 or (part.fit.layer_backward is None and not is_last)
         alive = _at_once([(float(is_full), part.alive)], share)
-        backwards.append(sum_of([*saved, *moving, *of_layer, *losses, *alive]))
+        backwards.append(sum_of([*saved, *losses, *moving, *of_layer, *alive]))
     backward = Line(max(line.fixed for line in backwards), max(line.per_token for line in backwards))
     moments = {Moment.BACKWARD: backward}
     if stage == 0:  # the layers of this micro-batch, or of one of its slices, keep nothing any more
@@ -76,11 +80,15 @@ def stage_moments(
         )
     if not is_last:
         return moments
-    saved += moving_in_loss
+    saved += [*losses, *moving_in_loss]
     loss_backward = _at_once([(part.rest, part.fit.loss_backward) for part in layers], share)
-    if is_sliced:
-        loss_backward += rest
     return {Moment.LOSS: sum_of([*saved, *rest]), Moment.LOSS_BACKWARD: sum_of([*saved, *loss_backward]), **moments}
+
+
+def _waiting_losses(part: StageLayers) -> LinearBytes:
+    """What losses keep from their forward to their backward: no more than is there in either."""
+    fit = part.fit
+    return fit.rest if fit.layer_backward is None else min(fit.rest, fit.loss_backward, key=lambda line: line.per_token)
 
 
 def sum_of(terms: Iterable[tuple[float, LinearBytes]]) -> Line:

@@ -23,6 +23,7 @@ from lengthwise.runtime.loop import update_reports
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.slice_limits import attention_sizes, slice_problem
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.profile.fingerprint import other_bytes
@@ -142,6 +143,7 @@ def dry_profile(
             "gather_problem": run.gather_problem,
             "stage_problem": run.stage_problem,
             "by_sequence": by_sequence,
+            "attention": None if slice_problem(run) else attention_sizes(run.wrapped_model.script),
             "head_units": sorted(used[-1]) if used else [],
             "has_early_output": any(structure.num_layers + 1 in units for units in used[:-1]),
         }
