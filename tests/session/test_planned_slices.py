@@ -14,6 +14,7 @@ from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.sliced_passes import largest_share
 from lengthwise.core.specs import cluster_preset
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.session.stock_planning import StockLayers, stock_planner
 from tests.cost.profiled.test_dual_layer import PACKS, row, table
 from tests.plan.costs import SimpleCost
@@ -110,6 +111,23 @@ def test_planned_slices_train_what_one_device_trains(ranks, family, num_ranks):
         assert any(slices > 1 for _, slices in seen) and all(stages > 1 for stages, slices in seen if slices)
         np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
         assert_equal_weights(weights, expected)
+
+
+def validated(family):
+    """The validation loss of the first step's plan, and whether that has slices."""
+    as_started_by_torchrun()
+    with in_double():
+        run = lw.prepare(build(family), items_of(family), **SLICED | {"slices": "auto"})
+        plan = run.planner(next(run.stream))
+        loss = PreparedEngine(run, validation=run.collator).mean_loss([plan], run.collator.source)
+        run.close()
+    return loss, any(micro_batch.slices for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches)
+
+
+def test_a_plan_in_slices_validates_whole_micro_batches(ranks):
+    expected, _ = loop_alone("llama")
+    for loss, has_slices in ranks(2).run(validated, "llama"):
+        assert has_slices and loss == pytest.approx(expected[0], rel=EXACT)
 
 
 def refused(family, options, error):

@@ -56,11 +56,27 @@ SPLIT_HEADS = (
 )
 
 
-@pytest.mark.parametrize("name", list(CASES)[:6])
-@pytest.mark.parametrize("groups", [ONE, TWO, THREE, FOUR, SPLIT_HEADS])
-def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, groups):
-    size = 1 + max(rank for group in groups for rank in group.ranks)
-    for found in ranks(size).run(step_on_ranks, CASES[name], groups):
+GROUPS = {"one": ONE, "two stages": TWO, "three stages": THREE, "mixed": FOUR, "three ranks": SPLIT_HEADS}
+QUICK = {
+    ("llama", "one"),
+    ("llama", "mixed"),
+    ("mistral", "two stages"),
+    ("gpt2", "three stages"),
+    ("qwen3", "three ranks"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        pytest.param(name, which, marks=[] if (name, which) in QUICK else [pytest.mark.deep])
+        for name in ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gpt_neox")
+        for which in GROUPS
+    ],
+)
+def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, which):
+    size = 1 + max(rank for group in GROUPS[which] for rank in group.ranks)
+    for found in ranks(size).run(step_on_ranks, CASES[name], GROUPS[which]):
         assert_exact(CASES[name], found, name)
 
 
@@ -74,7 +90,7 @@ def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks):
                 torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
 def test_stages_whose_weights_are_gathered_for_a_step_compute_in_slices_too(ranks, name):
     for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True):
         assert_exact(CASES[name], found, name)
@@ -99,7 +115,13 @@ def slicing_all(function, *arguments, **options):
     return with_plans_changed(in_slices, function, *arguments, **options)
 
 
-@pytest.mark.parametrize("trained", memory_runs.TRAINED)
+@pytest.mark.parametrize(
+    "trained",
+    [
+        pytest.param(trained, marks=[pytest.mark.deep] * (number % 2))
+        for number, trained in enumerate(memory_runs.TRAINED)
+    ],
+)
 def test_a_model_of_which_only_parts_are_trained_computes_in_slices(ranks, trained):
     expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
     for losses, _, weights in ranks(2).run(slicing_all, memory_runs.train, 1, 1, {}, trained, stages=2):
@@ -107,7 +129,11 @@ def test_a_model_of_which_only_parts_are_trained_computes_in_slices(ranks, train
         torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+SHAPES = [(2, 1, 2), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in ((1, 1, 1), (2, 2, 1), (4, 2, 2)))]
+"""Ranks, degree and stages."""
+
+
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)
 def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages):
     expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
     for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
@@ -121,9 +147,14 @@ def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ran
 
 
 @pytest.mark.parametrize(
-    "place", ["before the backward", "the loss", "in the backward", "before the forward", "after the backward"]
+    "place",
+    [
+        "before the backward",
+        "in the backward",
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("the loss", "before the forward", "after the backward")),
+    ],
 )
-@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)])
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)
 def test_a_rank_that_leaves_a_step_of_slices_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place):
     losses, expected = plain_loop()
     for troubled in {num_ranks // 2} if place == "in the backward" else {0, num_ranks - 1}:
@@ -142,8 +173,13 @@ def test_slices_without_targets_pass_gradients_of_keys_and_values_on(ranks):
             torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("how", ["side", "declared", "tokens", "step"])
-@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize(
+    ("how", "labelled"),
+    [
+        pytest.param(how, labelled, marks=[pytest.mark.deep] * (labelled == (how in ("side", "tokens"))))
+        for how in ("side", "declared", "tokens", "step") for labelled in (False, True)
+    ],
+)  # fmt: skip
 def test_means_over_tokens_and_sequences_are_those_of_whole_micro_batches(ranks, how, labelled):
     loss, weights = terms_alone(labelled)
     for found_loss, found in ranks(2).run(slicing_all, train_with_terms, 2, how, labelled):
