@@ -17,8 +17,9 @@ from tests.runtime.loop.loops import (
     train_with_terms,
     with_plans_changed,
 )
-from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
+from tests.runtime.loop.runs import EXACT, Packs, assert_exact, in_double, prepared, step_on_ranks, train
 from tests.runtime.loop.test_families import CASES, FEW, gpt2
+from tests.runtime.train.runs import local_world
 
 RECOMPUTE = (True, False, True)
 PACKS = ((2, 3), (6,), (0, 8, 4), (1,), (5, 7), (9,))
@@ -94,6 +95,20 @@ def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks):
 def test_stages_whose_weights_are_gathered_for_a_step_compute_in_slices_too(ranks, name):
     for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True):
         assert_exact(CASES[name], found, name)
+
+
+def pushes_early(case, groups):
+    """Whether gradients go to their owners within the last backward of the step, and none comes after."""
+    with in_double():
+        run = prepared(case, groups, local_world())
+        train(run)
+        is_on = run.overlap._is_on
+        run.close()
+    return is_on
+
+
+def test_gradients_are_pushed_in_the_backward_of_the_first_slice_which_is_the_last(ranks):
+    assert all(ranks(2).run(pushes_early, CASES["llama"], TWO))
 
 
 def in_slices(plan):
