@@ -51,6 +51,15 @@ def test_slices_cover_their_pack_and_none_is_larger_than_memory_counts_on(length
     assert sum(part.time_s for part in slices) == pytest.approx(time_s)
 
 
+@given(st.integers(1, 4000), st.sampled_from([4, 16, 64]))
+def test_every_rank_of_a_stage_has_tokens_of_every_slice(length, count):
+    slices = cut_pack(candidate(degree=16, stages=1, slices=count), [length], 1.0)
+    assert not slices or (
+        min(part.num_tokens for part in slices) >= 16 and sum(part.num_tokens for part in slices) == length
+    )
+    assert slices or length < 4 * 16 * 4, "packs of more tokens are cut"
+
+
 @pytest.mark.parametrize("count", sorted(SLICED))
 @pytest.mark.parametrize("length", [8192, 131_072, 1_048_576])
 def test_slices_of_a_sequence_have_equal_work(length, count):

@@ -5,11 +5,19 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, GlobalBatch
+from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.planned_micro_batch import PlannedSlice
+from lengthwise.runtime.loop.planned_pipelines import in_one_piece
+from lengthwise.runtime.loop.slice_limits import slice_problem
+from lengthwise.runtime.verify.stage_check import check_stages
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.loops import (
+    make_run,
     masked_mean_alone,
+    model_of,
     plain_loop,
     terms_alone,
     train_through_trouble,
@@ -17,6 +25,7 @@ from tests.runtime.loop.loops import (
     train_with_terms,
     with_plans_changed,
 )
+from tests.runtime.loop.memory_runs import Model
 from tests.runtime.loop.runs import EXACT, Packs, assert_exact, in_double, prepared, step_on_ranks, train
 from tests.runtime.loop.test_families import CASES, FEW, gpt2
 from tests.runtime.train.runs import local_world
@@ -200,3 +209,61 @@ def test_means_over_tokens_and_sequences_are_those_of_whole_micro_batches(ranks,
     for found_loss, found in ranks(2).run(slicing_all, train_with_terms, 2, how, labelled):
         assert found_loss == pytest.approx(loss, abs=EXACT)
         torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)
+
+
+class Neighbours(Model):
+    """Adds to each token of a layer's input what was there before it: slices do not know what slices before had."""
+
+    def forward(self, idx, targets):
+        x = self.tokens(idx) + self.places(torch.arange(idx.shape[1]))
+        for layer in self.layers:
+            x = layer(x + torch.cat([x[:, :1], x[:, :-1]], dim=1))
+        logits = x @ self.tokens.weight.T
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def test_a_model_in_which_tokens_meet_outside_of_attention_is_not_cut_into_slices():
+    run = make_run(Neighbours().double(), degree=1)
+    check_stages(run, (1, 1, 1))
+    with pytest.raises(CheckError, match=r"in stages of \[1, 1, 1\] layers whose micro-batches .*slices=none"):
+        check_stages(run, (1, 1, 1), slices=True)
+    run.close()
+
+
+def test_what_no_micro_batch_of_can_be_cut_is_told():
+    run = make_run(model_of(), degree=1)
+    assert not slice_problem(run) and slice_problem(run, is_coupled=True).startswith("coupled_loss=")
+    check_stages(run, (3,), slices=True)
+    collator = run.collator
+    for changes, said in (({"slot_tokens": 2}, "its slots are"), ({"units": object()}, "its items are units")):
+        run.collator = replace(collator, **changes)
+        assert slice_problem(run).startswith(said)
+    run.collator = collator
+    run.wrapped_model.objective = EVERY_TOKEN
+    assert slice_problem(run).startswith("it does not predict next tokens")
+    run.wrapped_model.objective = NEXT_TOKEN
+    run.frozen_models.append(run.wrapped_model)
+    assert slice_problem(run) == "frozen models compute beside it"
+    run.frozen_models.clear()
+    run.close()
+
+
+def refused_in_one_stage():
+    run = make_run(model_of(), degree=1, by_layer=True)
+    planner = run.planner
+    run.planner = lambda batch: in_slices(planner(batch))
+    with pytest.raises(InputError) as refusal:
+        next(run.steps())
+    run.close()
+    return str(refusal.value)
+
+
+def test_slices_in_one_stage_are_refused_where_each_layer_is_gathered_for_one_forward(ranks):
+    for said in ranks(2).run(refused_in_one_stage):
+        assert "cuts micro-batches into slices in one stage, and weights are gathered layer by layer" in said
+
+
+def test_a_plan_for_forwards_alone_has_the_same_packs_in_one_piece():
+    batch = GlobalBatch(step=0, ids=(0, 1, 2, 3), lengths=memory_runs.LENGTHS)
+    plan = memory_runs.plan_on(2, 1, 0, stages=2)(batch)
+    assert in_one_piece(in_slices(plan)) == plan and in_one_piece(plan) == plan

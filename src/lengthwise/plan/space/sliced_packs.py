@@ -138,13 +138,15 @@ def cut_pack(candidate: Candidate, lengths: Sequence[int], time_s: float) -> tup
     """The slices of a pack of sequences of ``lengths``, the longest first, that takes ``time_s`` on one stage.
 
     They have equal work as far as none has more than :func:`largest_share` of the tokens, which no first slice would.
-    A pack of few tokens has fewer; none if it is not cut.
+    A pack of few tokens has fewer, so that each rank of a stage has some of every slice; none if it is not cut.
     """
     num_slices = min(candidate.scheme.slices, sum(lengths) // FEWEST_TOKENS)
-    if num_slices <= 1:
-        return ()
-    sizes, shares = _cuts(candidate, tuple(lengths), num_slices)
-    return tuple(PlannedSlice(size, time_s * share) for size, share in zip(sizes, shares))
+    while num_slices > 1:
+        sizes, shares = _cuts(candidate, tuple(lengths), num_slices)
+        if min(sizes) >= candidate.scheme.degree:
+            return tuple(PlannedSlice(size, time_s * share) for size, share in zip(sizes, shares))
+        num_slices //= 2
+    return ()
 
 
 @lru_cache(maxsize=MOST_KEPT)
