@@ -33,14 +33,16 @@ def _with_slices(
 ) -> tuple[PrepareOptions, CostModel]:
     """The options and the costs of a run whose plans, of up to ``max_stages``, may have slices, or whose may not.
 
-    The model is compared with itself in stages of one layer each that compute a pack in slices.
+    The model is compared with itself where a pack is computed in slices: by all layers, or where these are gathered, by
+    stages of one layer each.
     """
     if options.slices == "none" or max_stages == 1:
         return options.model_copy(update={"slices": "none"}), cost
     problem = slice_problem(prepared, is_coupled=options.coupled_loss is not None)
     if not problem:
         try:
-            check_stages(prepared, (1,) * prepared.wrapped_model.structure.num_layers, slices=True)
+            num_layers = prepared.wrapped_model.structure.num_layers
+            check_stages(prepared, (num_layers,) if prepared.gather is None else (1,) * num_layers, slices=True)
         except LengthwiseError as error:
             problem = str(error).partition("; plan with")[0]
     if problem:

@@ -79,7 +79,7 @@ class HookedLayers:
         self.may_split = False
         """Whether plans may split backwards: stages of one layer each were compared that do."""
         self.may_slice = False
-        """Whether plans may cut micro-batches into slices: stages of one layer each were compared that compute some."""
+        """Whether plans may cut micro-batches into slices: the model was compared that computes some."""
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         numbers_of: dict[nn.Module, list[int]] = {}
