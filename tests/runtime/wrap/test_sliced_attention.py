@@ -91,3 +91,17 @@ def test_by_the_kernels_of_gpus_too(name):
 def test_attention_that_may_look_ahead_is_refused(kind, said):
     with pytest.raises(InputError, match=said), nullcontext():
         in_slices(kind, False)
+
+
+def test_slices_attend_in_the_dtype_of_autocast():
+    """Queries and keys may be wider, as norms leave them."""
+    leaves, _ = made()
+    whole = attend_shard(*(x.bfloat16() for x in leaves[:3]), KINDS["causal"], shard_of(LENGTHS))
+    slices, outs = PackSlices(shard_of(LENGTHS).cu_seqlens), []
+    for tokens in CUTS:
+        shard = shard_of(LENGTHS, part=slices.slice(tokens), dtype=torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            qkv = (x[tokens.start : tokens.stop].float() for x in leaves[:3])
+            outs.append(attend_shard(*qkv, KINDS["causal"], shard))
+    assert all(out.dtype == torch.bfloat16 for out in outs)
+    torch.testing.assert_close(torch.cat(outs), whole, rtol=2e-2, atol=2e-2)  # products of 8 bits
