@@ -74,8 +74,11 @@ def test_attention_in_slices_is_that_of_the_pack_at_once(name, sinks):
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_by_the_kernels_of_gpus_too(name):
     (out, gradients) = at_once(KINDS[name], False)
-    with flash_on_cpu():
+    with flash_on_cpu() as calls:
         sliced, added = in_slices(KINDS[name], False)
+        launches = dict(calls)
+    of_earlier = 4 * (name == "causal")  # those of a window are one with the slice's own
+    assert launches == dict.fromkeys(("forward", "backward"), len(CUTS) + of_earlier)
     torch.testing.assert_close(sliced, out, rtol=0, atol=1e-12)
     for gradient, total in zip(gradients, added):
         torch.testing.assert_close(total, gradient, rtol=0, atol=1e-12)

@@ -109,21 +109,24 @@ class Ring:
         return first if is_all else None  # type: ignore[return-value]
 
     def in_window(
-        self, q: Tensor, cu_seqlens: tuple[int, ...], window: tuple[int, int], *, causal: bool
+        self, q: Tensor, cu_seqlens: tuple[int, ...], window: tuple[int, int], *, causal: bool, num_before: int = 0
     ) -> "Ring | None":
         """The attention of one rank over whole sequences of which each query sees a window, as one launch of the flash
         kernel; None: the kernel does not take ``q``, or there are other ranks.
 
-        ``window``: how many tokens before and after its own each sees.
+        ``window``: how many tokens before and after its own each sees. ``num_before``: keys of the first sequence that
+        are before those of the queries, of a slice.
         """
         if self.group.size > 1 or not uses_flash(q):
             return None
-        longest = max(end - start for start, end in pairwise(cu_seqlens))
-        before, after = (size if size < longest else -1 for size in window)
-        offsets, rows = device_offsets(cu_seqlens, q.device), Rows.of([(0, len(q))], q.device)
+        key_bounds = (0, *(bound + num_before for bound in cu_seqlens[1:]))
+        num_queries, num_keys = (max(b - a for a, b in pairwise(bounds)) for bounds in (cu_seqlens, key_bounds))
+        before, after = (size if size < num_keys else -1 for size in window)
+        query_rows, key_rows = (Rows.of([(0, bounds[-1])], q.device) for bounds in (cu_seqlens, key_bounds))
         launch = PackedTask(
-            query_rows=rows, key_rows=rows, query_offsets=offsets, key_offsets=offsets, longest=(longest, longest),
-            causal=causal, window=(before, 0 if causal else after),
+            query_rows=query_rows, key_rows=key_rows, query_offsets=device_offsets(cu_seqlens, q.device),
+            key_offsets=device_offsets(key_bounds, q.device), longest=(num_queries, num_keys), causal=causal,
+            window=(before, 0 if causal else after),
         )  # fmt: skip
         return replace(self, tasks=((),), packed_tasks={self.group.rank: (launch,)})
 

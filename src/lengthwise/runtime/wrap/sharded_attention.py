@@ -183,14 +183,17 @@ def _attend_in_slice(
         )
     heads = range(first_head, first_head + q_TnH.shape[1])
     sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
-    ring, options = part.ring, replace(kind, sinks=None)
-    if kind.window is not None or not options.is_plain:
+    ring: Ring | None = part.ring
+    is_plain = replace(kind, sinks=None).is_plain
+    if is_plain and kind.window is not None:
+        ring = part.ring.in_window(q_TnH, part.cu_seqlens, kind.window, causal=True, num_before=part.num_before)
+    if ring is None or not is_plain:
         query_runs, key_runs = (
             TokenShards(places=(np.arange(some.start, some.stop),)).runs(shard.cu_seqlens, 0)
             for some in (part.tokens, part.seen)
         )
         tasks = _tasks_between(query_runs, key_runs, heads, kind, shard)
-        ring = replace(ring, tasks=(tuple(tasks),), packed_tasks={})
+        ring = replace(part.ring, tasks=(tuple(tasks),), packed_tasks={})
     keys = part.keys_of(shard.counts.all_attention - 1)
     return attend_slice(q_TnH, k_TkH, v_TkH, part, keys, ring=ring, sinks_N=sinks)
 
