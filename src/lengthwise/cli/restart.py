@@ -250,7 +250,7 @@ class ResumePoint:
 
 
 def _way_on(trainer: "TrainingLoop") -> str:
-    """From where a run that was resumed goes on, or that nothing of it is left."""
+    """Say from where a run that was resumed goes on, or that nothing of it is left."""
     if not trainer.is_done:
         return f"goes on from step {trainer.next_step}"
     if trainer.validation is not None and trainer.validation.should_stop:
