@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import CommunicationError, LengthwiseError
 from lengthwise.runtime.state import checkpoint, checkpoint_files, saver
 from lengthwise.runtime.state.saver import CheckpointSaver
 from tests.runtime.state.saved import OPTIMIZERS, assert_same_tensors, loaded, name_of, train, trained, whole_contents
@@ -178,3 +178,21 @@ def _check_removed(path):
             writer.save({"step": 1}, wait=True)
     assert not run.exists()
     writer.close()
+
+
+def test_a_rank_that_is_gone_while_a_checkpoint_is_written_is_no_matter_of_files(ranks, tmp_path):
+    ranks(1).run(_check_lost, str(tmp_path))
+
+
+def _check_lost(path):
+    writer = CheckpointSaver(Path(path), trained()[1], keep=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "_write", _lose_a_rank)
+        writer.save({"step": 3}, wait=False)
+        with pytest.raises(CommunicationError, match=r"the checkpoint of step 3 failed: .*Connection reset by peer"):
+            writer.wait()
+    writer.close()
+
+
+def _lose_a_rank(*_, **__):
+    raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Read error: Connection reset by peer")

@@ -28,7 +28,7 @@ from lengthwise.core.atomic_write import full_disk_behind, reason, shown
 from lengthwise.core.errors import LengthwiseError, Setting
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.version import __version__
-from lengthwise.runtime.comm.activity import Activity, CollectiveWait
+from lengthwise.runtime.comm.activity import Activity, CollectiveWait, explained, is_lost
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state import checkpoint_files as files
@@ -144,7 +144,8 @@ class CheckpointSaver:
 
         Raises:
             LengthwiseError: one could not be written. Complete ones are as they were. Its ``__cause__`` is an
-                ``OSError`` if a file was the reason, and another error if a rank was gone.
+                ``OSError`` if a file was the reason.
+            CommunicationError: a rank is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -154,6 +155,8 @@ class CheckpointSaver:
             raise error
         if error is not None:
             cause, why = _reason(error)
+            if is_lost(cause):  # no file is to blame
+                raise explained(f"the checkpoint of step {self.step}", cause) from cause
             raise LengthwiseError(
                 f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why}); "
                 f"{files.outlook(self._folder, is_of_run=not self._makes_parents)}"
