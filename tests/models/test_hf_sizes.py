@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import cluster_preset
+from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.memory_model import state_bytes
-from lengthwise.models.hf_sizes import read_priced_spec
+from lengthwise.models.hf_sizes import has_slices, read_priced_spec
 from lengthwise.plan.space.search_space import SearchSpace
 
 MIXTRAL = {
@@ -161,3 +161,11 @@ def test_a_folder_without_config_is_named(tmp_path):
 def test_biases_are_said_to_lack_a_price_only_where_there_are_any(tmp_path, config, has_biases):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ("biases" in read_priced_spec(tmp_path).unpriced) == has_biases
+
+
+def test_micro_batches_may_be_sliced_where_every_token_sees_all_before_it(read):
+    qwen3 = {name: value for name, value in QWEN3_30B.items() if "expert" not in name and name != "decoder_sparse_step"}
+    assert has_slices(read({**qwen3, "model_type": "qwen3", "intermediate_size": 6144}))
+    assert has_slices(model_preset("llama-7b")) and not has_slices(model_preset("bert-1024"))
+    assert not has_slices(read(MIXTRAL)), "its router balances experts over all tokens"
+    assert not has_slices(read(GEMMA2_9B))

@@ -131,10 +131,17 @@ def read_priced_spec(folder: Path) -> ModelSpec:
 
 
 def is_causal_and_own(spec: ModelSpec) -> bool:
-    """Whether its micro-batches may be in slices, or some of their sequences on one rank: no token sees later ones, and
-    training is by this library's own layers.
+    """Whether sequences of a micro-batch that ranks share may be on one of them: no token sees later ones, and training
+    is by this library's own layers.
     """
     return spec.causal and spec.family != PRICED_ONLY
+
+
+def has_slices(spec: ModelSpec) -> bool:
+    """Whether micro-batches may be computed in slices: no token sees later ones, and of models that transformers
+    computes all tokens see all before them, and no router balances experts over all tokens.
+    """
+    return is_causal_and_own(spec) or (spec.causal and has_dense_layers(spec) and not spec.window)
 
 
 def has_dense_layers(spec: ModelSpec) -> bool:

@@ -124,7 +124,7 @@ def comparison_of(
     from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
-    from lengthwise.models.hf_sizes import has_dense_layers, is_causal_and_own
+    from lengthwise.models.hf_sizes import has_dense_layers, has_slices, is_causal_and_own
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
@@ -149,7 +149,7 @@ def comparison_of(
             offload=OffloadMode(options.get("offload", "auto")),
             shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
             zero_bubble=ZeroBubble.NONE if splits == "auto" and not has_dense_layers(spec) else ZeroBubble(splits),
-            slices=Slices(options.get("slices", "auto")) if is_causal_and_own(spec) else Slices.NONE,
+            slices=Slices(options.get("slices", "auto")) if has_slices(spec) else Slices.NONE,
             local_sequences=options.get("local_sequences", False) and is_causal_and_own(spec),
         )
         view = apply_max_length(

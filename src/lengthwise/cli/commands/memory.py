@@ -55,7 +55,7 @@ def run(
 ) -> None:
     """Say what fits a sequence at the least cost, or show the longest sequence, or pack, of every scheme."""
     from lengthwise.cli.tables.memory_table import print_memory_limits
-    from lengthwise.models.hf_sizes import is_causal_and_own
+    from lengthwise.models.hf_sizes import has_slices
     from lengthwise.session.memory_limits import memory_limits
 
     spec = find_model(model)
@@ -66,7 +66,7 @@ def run(
     with errors_spelt(COMMAND_LINE):
         search_space = SearchSpace(
             max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers,
-            shard_gradients=shard_gradients, slices=slices if is_causal_and_own(spec) else Slices.NONE,
+            shard_gradients=shard_gradients, slices=slices if has_slices(spec) else Slices.NONE,
         )  # fmt: skip
         limits = memory_limits(
             spec, cluster, search_space, dtype=dtype.value, length=length,
