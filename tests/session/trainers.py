@@ -89,11 +89,10 @@ def train(folder, options, *, stock=False, resume=None, model=None, callbacks=()
     as_started_by_torchrun()
     model = model or gpt2()
     common = {"model": model, "args": arguments(folder, **options), "train_dataset": dataset()} | others
-    if stock:
-        trainer = transformers.Trainer(callbacks=[make() for make in callbacks], **common)
-    else:
+    if not stock:
         common.setdefault("lengthwise", planned())
-        trainer = (trainer_class or lw.Trainer)(callbacks=[make() for make in callbacks], **common)
+    trainer_class = trainer_class or (transformers.Trainer if stock else lw.Trainer)
+    trainer = trainer_class(callbacks=[make() for make in callbacks], **common)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -23,7 +23,10 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_callback import TrainerCallback
+from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
+from lengthwise.integrations.hf_overrides import is_overridden
+from lengthwise.integrations.hf_schedule import Schedule
 from lengthwise.integrations.hf_training_args import (
     LIGER_LOSSES,
     decay_problem,
@@ -32,7 +35,7 @@ from lengthwise.integrations.hf_training_args import (
     optimizer_name,
     refuse_what_cannot_be_honoured,
 )
-from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
@@ -125,7 +128,7 @@ class Trainer(transformers.Trainer):
 
     def _prepare(self) -> Run:
         """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
-        args, options, sampling = self.args, dict(self._options), self.args.train_sampling_strategy
+        args, options = self.args, dict(self._options)
         name = type(base_model(self.model)).__name__
         masked = options.get("objective") == "masked" or name.endswith("ForMaskedLM")
         classifies = name.endswith(("ForTokenClassification", "ForSequenceClassification"))
@@ -138,7 +141,7 @@ class Trainer(transformers.Trainer):
         if (loss_of := self._loss_of_logits()) is not None:
             options["loss"] = loss_of
         if not {"tokens_per_step", "sequences_per_step"} & set(options):
-            options["sequences_per_step"] = self.get_total_train_batch_size(args)
+            options["sequences_per_step"] = transformers.Trainer.get_total_train_batch_size(self, args)
         if not {"optimizer", "weight_decay"} & set(options) and args.weight_decay and (problem := decay_problem(self)):
             raise InputError(problem)
         weight_decay = options.pop("weight_decay", args.weight_decay)
@@ -160,19 +163,34 @@ class Trainer(transformers.Trainer):
             options |= {"compile": True, "compile_backend": args.torch_compile_backend or "inductor"}
         if args.fp16:
             options.setdefault("loss_scale", FIRST_SCALE)
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        epochs = self._plan_epochs(options)
+        corpus = CollatedItems(
+            epochs.dataset,
+            self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            needs_labels=not masked,
+            batch_size=args.per_device_train_batch_size,
+            make_stream=epochs.make_stream,
+        )
         options = {
             "optimizer": self._optimizer(weight_decay),
             **length_limit(args),
             **options,
-            "lr": lambda step: self._get_learning_rate(),
+            "lr": lambda step: self._schedule.rate(),
             "clip_norm": args.max_grad_norm,
             "seed": args.seed,
-            "order": "shuffled" if getattr(sampling, "value", sampling) == "random" else "corpus",
+            "order": epochs.order,
             "device": args.device.type,
         }
-        corpus = CollatedItems(self.train_dataset, collate, needs_labels=not masked)
         return prepare(self.model, corpus, **cast(PrepareKeywords, options))
+
+    def _plan_epochs(self, options: dict[str, Any]) -> EpochPlan:
+        """The items of each epoch: those of the dataset, or of the sampler that a subclass makes."""
+        epochs = EpochPlan(self.train_dataset, self.args, options)
+        if is_overridden(self, Trainer, "_get_train_sampler"):
+            epochs.follow(self._get_train_sampler(self.train_dataset))
+        epochs.tell_epochs()
+        self._sequences_per_epoch = epochs.size
+        return epochs
 
     def _loss_of_logits(self) -> LossOf | None:
         """The loss that label smoothing or ``compute_loss_func`` make of logits; None: it is the model's own."""
@@ -224,17 +242,15 @@ class Trainer(transformers.Trainer):
         max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         run.num_steps = max_steps
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
-        placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)  # schedules need one
-        self.lr_scheduler = None
-        self.create_scheduler(num_training_steps=max_steps, optimizer=placeholder)
         if checkpoint is not None:
             run.resume(os.path.join(checkpoint, FOLDER))
+        name, scaler = optimizer_name(args), run.state.loss_scaler
+        self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
+        if checkpoint is not None:
             self._load_rng_state(checkpoint)
-        placeholder.step()  # of nothing, or the schedule warns
-        scaler = run.state.loss_scaler
-        for _ in range(self.state.global_step - (0 if scaler is None else scaler.num_skipped)):
-            self.lr_scheduler.step()
-        self.run, self.optimizer, self.model_wrapped = run, run.state.optimizer, self.model
+        self._schedule.begin(self.state.global_step - (0 if scaler is None else scaler.num_skipped))
+        self.run, self.optimizer, self.model_wrapped = run, self._schedule.optimizer, self.model
+        self._num_accumulated = args.gradient_accumulation_steps
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._tr_loss = torch.zeros((), dtype=torch.float64, device=args.device)
@@ -252,10 +268,11 @@ class Trainer(transformers.Trainer):
             self.control = self.callback_handler.on_step_begin(self.args, state, self.control)
             while (result := self._compute(step := next(steps))) is None:
                 pass  # it did not fit, and comes again
+            self._schedule.end_update()
             self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
             self._tr_loss += result.loss
             if not result.is_skipped:  # a step that overflowed leaves the schedule where it is, as there
-                self.lr_scheduler.step()
+                self._schedule.step()
             state.global_step += 1
             state.num_input_tokens_seen += sum(
                 sum(micro_batch.pack.lengths) for p in step.plan.pipelines for micro_batch in p.micro_batches
@@ -276,10 +293,11 @@ class Trainer(transformers.Trainer):
             inputs = micro_batch.inputs
             if self.compute_loss_func is not None or self.args.label_smoothing_factor:  # of logits alone
                 inputs = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
-            with self.autocast_smart_context_manager():
+            with self.compute_loss_context_manager():
                 loss = self.run.wrapped_model.loss_of(self.model(**inputs), micro_batch)
             step.backward(loss)
             flos += float(self.floating_point_ops(inputs))
+        self.run.clip_norm = max(0.0, self.args.max_grad_norm or 0.0)  # a callback may have set another
         result = step.update()
         if result is not None:  # a step that did not fit is computed again
             self.current_flos += flos
@@ -308,15 +326,31 @@ class Trainer(transformers.Trainer):
 
     def _agree(self) -> None:
         """What a callback of one rank asks for, all ranks do."""
-        flags = torch.tensor([float(getattr(self.control, name)) for name in _FLAGS], device=self.args.device)
-        for name, number in zip(_FLAGS, sum_over_ranks(flags).tolist()):
-            setattr(self.control, name, number > 0)
+        assert self.run is not None, "it trains"
+        flags = [float(getattr(self.control, name)) for name in _FLAGS]
+        has_other_batches = float(self.args.gradient_accumulation_steps != self._num_accumulated)
+        row = torch.tensor(
+            [*flags, has_other_batches, self.run.clip_norm], dtype=torch.float64, device=self.args.device
+        )
+        *columns, others, norms = gather_rows(row).T.tolist()
+        for name, column in zip(_FLAGS, columns):
+            setattr(self.control, name, any(column))
+        if any(others):
+            raise InputError(
+                "a callback has set gradient_accumulation_steps, and the sequences of each step are chosen before "
+                f"training; leave it at {self._num_accumulated}"
+            )
+        if len(set(norms)) > 1:
+            words = ", ".join(f"{norm:g}" for norm in norms)
+            raise InputError(f"max_grad_norm is {words} on the ranks; a callback has to set the same on every rank")
 
     def _epoch(self, run: Run) -> float:
         """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
         stream: Any = run.stream
         source: Any = run.collator.source
-        sequences_per_step, number = self._train_batch_size * self.args.world_size, len(source.lengths)
+        is_sampled = isinstance(run.stream, EpochBatches)
+        number = self._sequences_per_epoch if is_sampled else len(source.lengths)
+        sequences_per_step = self._train_batch_size * self.args.world_size
         return float(
             stream.epoch + math.ceil(stream.position / sequences_per_step) / math.ceil(number / sequences_per_step)
         )

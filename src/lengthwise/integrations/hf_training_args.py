@@ -6,8 +6,11 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 import transformers
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lengthwise.core.errors import InputError
+from lengthwise.integrations.hf_overrides import override_problems
+from lengthwise.integrations.hf_schedule import scheduler_problem
 
 _REASONS = {
     "deepspeed": "the optimizer's state is sharded over the ranks already",
@@ -172,19 +175,14 @@ LIGER_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 _LOSSES = (None, "nll", "chunked_nll")
 """Values of its ``loss_type`` that are the model's own loss."""
 
+_NEWER_NAMES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Arguments that transformers sets to another one, which has another name since its version 5."""
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 """What transformers calls those that are the same here."""
 _STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-_OVERRIDES = {
-    "compute_loss": "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}",
-    "training_step": "micro-batches are planned and computed by the run; what it does to the loss goes into "
-    "lengthwise={'loss': lambda output, micro_batch: ...}, all else into a callback",
-    "get_train_dataloader": "batches are formed by length",
-    "get_batch_samples": "batches are formed by length",
-    "create_optimizer": "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}",
-    "create_optimizer_and_scheduler": "the optimizer is sharded; override create_scheduler alone",
-    "_inner_training_loop": "the loop is this class's",
-}
 _EVENTS = {
     "on_substep_end": "ranks have different numbers of micro-batches",
     "on_pre_optimizer_step": "gradients are summed, clipped and used in one go",
@@ -227,8 +225,18 @@ def _changed(args: Any) -> Iterator[tuple[str, Any]]:
         if field.default_factory is not MISSING:
             default = field.default_factory()
         value = getattr(args, field.name) if field.init else default
-        if value != default and (value or default):
+        if value != default and (value or default) and not _is_filled_in(args, field.name, value):
             yield field.name, value
+
+
+def _is_filled_in(args: Any, name: str, value: Any) -> bool:
+    """Whether an argument is as transformers makes it where nobody sets it."""
+    if name == "accelerator_config":
+        return bool(value == AcceleratorConfig())
+    if name == "dataloader_pin_memory":
+        return bool(args.use_cpu)  # it is False there
+    newer_name = _NEWER_NAMES.get(name, name)
+    return newer_name != name and getattr(args, newer_name, None) == value
 
 
 def _of_arguments(args: Any) -> list[str]:
@@ -289,11 +297,7 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
             "over what it has: lengthwise.Trainer(model=sft.model, args=sft.args, train_dataset=sft.train_dataset, "
             "data_collator=sft.data_collator)"
         ]
-    problems = [
-        f"{name_of}.{name}: {reason}"
-        for name, reason in _OVERRIDES.items()
-        if getattr(type(trainer), name) is not getattr(ours, name)
-    ]
+    problems = [*override_problems(trainer, ours)]
     masks = {"assistant_only_loss": "assistant_masks", "completion_only_loss": "completion_mask"}
     for name, column in masks.items():
         if getattr(trainer.args, name, None) and not {column, "labels"} & set(_first_item(trainer.train_dataset)):
@@ -304,6 +308,8 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
     ):
         if getattr(trainer, name, None) is not None:
             problems.append(f"{name}: {reason}")
+    if problem := scheduler_problem(trainer):
+        problems.append(problem)
     for callback in trainer.callback_handler.callbacks:
         for event, reason in _EVENTS.items():
             if getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event):

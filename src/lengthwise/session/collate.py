@@ -6,7 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from lengthwise.core.batch import BatchStream
 from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.session.collated_together import mixed_column
 from lengthwise.session.item_columns import LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.session.item_values import as_array
 from lengthwise.session.sequence_units import members_of
@@ -15,6 +18,8 @@ _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Of the sequences of a row, as kernels of flash attention take them."""
 _DRAWING = ("DataCollatorForWholeWordMask", "DataCollatorForPermutationLanguageModeling")
 """Collators of transformers that draw at random."""
+MakeStream = Callable[[LengthIndex, str], tuple[BatchStream, int]]
+"""From lengths and objective to batches, and how many an epoch has."""
 CALLED_TWICE = 8
 """Items that are collated a second time, to see whether they come out the same."""
 
@@ -22,14 +27,44 @@ CALLED_TWICE = 8
 class CollatedItems:
     """Items of ``dataset`` with their columns as ``collate`` gives them."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, needs_labels: bool) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        *,
+        needs_labels: bool,
+        batch_size: int = 1,
+        make_stream: MakeStream | None = None,
+    ) -> None:
+        """Try the collator.
+
+        Args:
+            dataset: the items.
+            collate: makes a batch of a list of items.
+            needs_labels: whether a batch without labels cannot be used.
+            batch_size: items that ``collate`` gets at once where the user's own loop calls it; more than 1: they have
+                to come out as each does alone.
+            make_stream: makes the batches of a run and says how many an epoch has; None: they are the sampler's.
+
+        Raises:
+            InputError: an item comes out otherwise the second time, or beside others.
+        """
         self._dataset, self._collate, self._needs_labels = dataset, collate, needs_labels
+        self.make_stream = make_stream
         inner = getattr(collate, "data_collator", collate)
         draws = bool(getattr(inner, "mlm", False)) or any(kind.__name__ in _DRAWING for kind in type(inner).__mro__)
         if draws or any(self._differs(number) for number in range(min(len(dataset), CALLED_TWICE))):
             raise InputError(
                 f"{_name(collate)} makes another batch of the same item every time; hide tokens with "
                 "lengthwise={'objective': 'masked', 'mask_token_id': ...} and collate without"
+            )
+        count = min(batch_size, len(dataset), CALLED_TWICE)
+        if count > 1 and (column := mixed_column(collate, [dataset[number] for number in range(count)])):
+            raise InputError(
+                f"{_name(collate)} makes other {column} of {count} items together than of each alone, beyond padding, "
+                "and items are collated one at a time here, where sequences of a batch are not computed together. Make "
+                "what depends on a batch in a loss of your own, or set per_device_train_batch_size=1 and "
+                "gradient_accumulation_steps to the product of both: then transformers collates one item at a time, too"
             )
 
     def _differs(self, number: int) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
 from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
-from lengthwise.core.batch import NEXT_TOKEN, BatchStream
+from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
@@ -104,8 +104,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
     atexit.register(shutdown_at_exit(world))  # threads of Gloo may abort a process that ends without
     FAREWELL.begin()  # last, so that it is said first
-    stream: BatchStream
-    stream, num_steps = stream_of(chosen, sequences.lengths, objective)
+    stream, num_steps = stream_of(chosen, sequences.lengths, objective, corpus)
     memory_bytes = _cluster(chosen, world).device.memory_bytes
     prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
     try:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -25,6 +25,7 @@ from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, Sear
 from lengthwise.plan.space.sharded_gradients import GradientSharding
 from lengthwise.plan.space.sliced_packs import Slices
 from lengthwise.plan.space.split_backwards import ZeroBubble
+from lengthwise.session.collate import CollatedItems
 
 
 def with_metric_of(options: PrepareOptions, view: CorpusView) -> PrepareOptions:
@@ -62,8 +63,15 @@ def _sampler(options: PrepareOptions, lengths: LengthIndex, objective: str, *, o
     )
 
 
-def stream_of(options: PrepareOptions, lengths: LengthIndex, objective: str) -> tuple[Sampler, int]:
-    """The stream of global batches, and how many there are: as many as were asked for, or those of the epochs."""
+def stream_of(
+    options: PrepareOptions, lengths: LengthIndex, objective: str, corpus: Any = None
+) -> tuple[BatchStream, int]:
+    """The stream of global batches, and how many there are: as many as were asked for, or those of the epochs.
+
+    A ``corpus`` of :class:`~lengthwise.session.collate.CollatedItems` may make the stream itself.
+    """
+    if isinstance(corpus, CollatedItems) and corpus.make_stream is not None:
+        return corpus.make_stream(lengths, objective)
     sampler = make_sampler(options, lengths, objective)
     return sampler, options.steps or sampler.num_batches(options.epochs)
 
