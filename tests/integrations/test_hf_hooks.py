@@ -106,12 +106,14 @@ def test_methods_that_training_would_ignore_are_refused_on_classes_and_on_object
 
     names = [name for name in IGNORED if hasattr(transformers.Trainer, name)]
     assert len(names) > 10
-    mixin = type("Mixin", (), {name: lambda self, *args, **options: None for name in names})
-    changed_class = type("Changed", (mixin, lw.Trainer), {})
-    with pytest.raises(InputError) as refused:
-        trainers.train(tmp_path, SGD, trainer_class=changed_class)
-    for name in names:
-        assert f"Changed.{name}: " in str(refused.value), name
+    methods = {name: lambda self, *args, **options: None for name in names}
+    mixin = type("Mixin", (), methods)
+    of_another = type("Another", (transformers.Trainer,), methods)
+    for bases in ((mixin, lw.Trainer), (lw.Trainer, of_another)):  # of which the latter's come behind those here
+        with pytest.raises(InputError) as refused:
+            trainers.train(tmp_path, SGD, trainer_class=type("Changed", bases, {}))
+        for name in names:
+            assert f"Changed.{name}: " in str(refused.value), name
 
     trainer = lw.Trainer(
         model=trainers.gpt2(), args=trainers.arguments(tmp_path, **SGD), train_dataset=trainers.dataset()
@@ -276,12 +278,12 @@ def test_a_dataset_with_fewer_items_in_another_epoch_is_refused(tmp_path):
         trainers.train(tmp_path, SGD | EPOCHS, train_dataset=Shrinks())
 
 
-CHANGES = ["rate before a step", "rate after a step", "rate of an update", "scheduler", "skips a rate", "norm"]
+CHANGES = ["rate before a step", "rate after a step", "rate of an update", "scheduler", "skips a rate", "norm", "decay"]
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_what_a_callback_changes_counts_from_then_on(kind, tmp_path):
-    options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
+    options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear", "weight_decay": 0.1}
     both(tmp_path, options, kind=kind)
     if kind.startswith("rate"):  # which schedules of this kind multiply
         both(tmp_path / "by steps", options, kind=kind, hook="a schedule by steps")

@@ -140,6 +140,9 @@ def changes(kind):
         def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **others):
             if kind == "rate after a step" and state.global_step in (2, 3):
                 set_rate(optimizer, 0.01 * state.global_step)
+            if kind == "decay" and state.global_step == 2:
+                for group in optimizer.param_groups:
+                    group["weight_decay"] *= 5
             if kind == "rate of a rank" and args.process_index:
                 set_rate(optimizer, 0.01)
             if kind == "rate of a group" and state.global_step == 2:

@@ -71,9 +71,9 @@ def override_problems(trainer: Any, ours: type) -> Iterator[str]:
 
 
 def is_overridden(trainer: Any, ours: type, name: str) -> bool:
-    """Whether a method is another one than that of ``ours``, by a subclass or on the object itself."""
-    theirs = inspect.getattr_static(ours, name)
-    return name in vars(trainer) or inspect.getattr_static(type(trainer), name) is not theirs
+    """Whether a trainer has a method of another class than ``ours`` and its bases, or as an attribute of the object."""
+    others = (kind for kind in type(trainer).__mro__ if kind not in ours.__mro__)
+    return name in vars(trainer) or any(name in vars(kind) for kind in others)
 
 
 @cache

@@ -22,7 +22,11 @@ def mixed_column(collate: Callable[[list[Any]], Any], items: list[Any]) -> str:
         batch = collate([copy.copy(item) for item in items])
     except Exception:
         return ""
-    if not isinstance(batch, Mapping) or np.ndim(batch.get("input_ids", 0)) != 2 or len(batch["input_ids"]) != len(items):
+    if (
+        not isinstance(batch, Mapping)
+        or np.ndim(batch.get("input_ids", 0)) != 2
+        or len(batch["input_ids"]) != len(items)
+    ):
         return ""
     alone = [collate([copy.copy(item)]) for item in items]
     places = _places(batch["input_ids"], [row["input_ids"] for row in alone])
