@@ -289,6 +289,20 @@ def test_what_a_callback_changes_counts_from_then_on(kind, tmp_path):
         both(tmp_path / "by steps", options, kind=kind, hook="a schedule by steps")
 
 
+def test_what_a_callback_changed_before_a_checkpoint_counts_after_it(tmp_path):
+    options = {"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 3}
+    for kind, hook in (("rate after a step", "a schedule by steps"), ("rate after a step", None), ("scheduler", None)):
+        ways, folder = {"kind": kind, "hook": hook}, tmp_path / f"{kind} {hook}"
+        whole = changed_trainer(folder, options, **ways)
+        resumed = changed_trainer(
+            folder, options, **ways, resume=str(folder / "checkpoint-3"), model=trainers.gpt2(seed=9)
+        )
+        assert_equal_weights(trainers.weights_of(resumed.model), trainers.weights_of(whole.model))
+    (folder / "checkpoint-3" / "schedule.pt").write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"schedule\.pt cannot be read .*delete it to take the rate from the step"):
+        changed(folder, options, resume=str(folder / "checkpoint-3"))
+
+
 def test_what_callbacks_of_all_ranks_change_counts_on_all(ranks, tmp_path):
     options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
     for kind in ("rate after a step", "norm"):

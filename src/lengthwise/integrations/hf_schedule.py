@@ -5,12 +5,15 @@ two groups that transformers makes, of nothing. Its rates are shown in the group
 see and set them there: what a callback sets holds for the next update, until the scheduler sets another.
 """
 
+import os
 from typing import Any
 
 import torch
 
 from lengthwise.core.errors import InputError
 
+_FILE = "schedule.pt"
+"""The state of a schedule in the folder of a checkpoint."""
 _WAY_OUT = (
     "choose lr_scheduler_type, or override create_scheduler(self, num_training_steps, optimizer=None) and make it of "
     "self.optimizer"
@@ -59,11 +62,36 @@ class Schedule:
                 group["lr"] = _single(rates, "a callback")
         return _single([float(group["lr"]) for group in self._stand_in.param_groups], type(self.scheduler).__name__)
 
-    def begin(self, num_updates: int) -> None:
-        """Go to where the scheduler is after ``num_updates`` steps, as of a checkpoint."""
-        for _ in range(num_updates):
-            self.scheduler.step()
+    def save(self, folder: str) -> None:
+        """Save where the scheduler is and what callbacks have made of its rates."""
+        self.rate()
+        rates = [float(group["lr"]) for group in self._stand_in.param_groups]
+        torch.save({"scheduler": self.scheduler.state_dict(), "rates": rates}, os.path.join(folder, _FILE))
+
+    def load(self, folder: str, *, num_updates: int) -> None:
+        """Go to where the scheduler was when it was saved, or after ``num_updates`` steps if it was not.
+
+        Raises:
+            InputError: the file has more than plain values.
+        """
+        path = os.path.join(folder, _FILE)
+        if os.path.isfile(path):
+            self._restore(path)
+        else:
+            for _ in range(num_updates):
+                self.scheduler.step()
         self._show()
+
+    def _restore(self, path: str) -> None:
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise InputError(
+                f"{path} cannot be read ({type(error).__name__}); delete it to take the rate from the step alone"
+            ) from error
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(self._stand_in.param_groups, state["rates"], strict=True):
+            group["lr"] = rate
 
     def end_update(self) -> None:
         """Show the rate of the update that is done, as callbacks see it then."""

@@ -247,8 +247,9 @@ class Trainer(transformers.Trainer):
         name, scaler = optimizer_name(args), run.state.loss_scaler
         self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
         if checkpoint is not None:
+            num_updates = self.state.global_step - (0 if scaler is None else scaler.num_skipped)
+            self._schedule.load(checkpoint, num_updates=num_updates)
             self._load_rng_state(checkpoint)
-        self._schedule.begin(self.state.global_step - (0 if scaler is None else scaler.num_skipped))
         self.run, self.optimizer, self.model_wrapped = run, self._schedule.optimizer, self.model
         self._num_accumulated = args.gradient_accumulation_steps
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
@@ -388,3 +389,5 @@ class Trainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.run is not None, "checkpoints are of a training"
         self.run.save(os.path.join(output_dir, FOLDER), keep=1)
+        if self.args.should_save:
+            self._schedule.save(output_dir)
