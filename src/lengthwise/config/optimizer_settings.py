@@ -29,7 +29,16 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     make: Callable[[list[dict[str, Any]]], Any] | None = None
     """Makes an optimizer of torch from parameter groups, of matrices and of vectors; None: ``name`` says which. Each
-    parameter is updated whole, by one rank."""
+    parameter is updated whole, by one rank. Its constants, and its learning rate and weight decay where nobody asks for
+    others, are its own, as in torch."""
+    asks_weight_decay: bool = False
+    """Whether the groups that ``make`` gets have ``weight_decay``."""
+    asked_lr: float | None = None
+    """The learning rate that the groups have which ``make`` gets; None: none, it says one itself."""
+    has_lr_function: bool = False
+    """Whether a function of the step gives the learning rate."""
+    base_lr: float | None = None
+    """The rate that stands for those of all groups that ``make`` makes, as a trial says; None: all have the same."""
     loss_scale: float | None = None
     """The first scale of the loss; None: 65,536 where a model computes in float16, else losses are not scaled."""
     loss_scale_window: int = 2000
@@ -40,6 +49,10 @@ class OptimizerSettings:
     """Names of the tensors and numbers that the optimizer keeps which ``make`` makes."""
     numbers: tuple[str, ...] = ()
     """Those of them that are plain numbers, such as a count of steps."""
+    group_values: tuple[str, ...] = ()
+    """Names of the values in its parameter groups that it changes when it steps."""
+    coupling: str = ""
+    """How its update of one parameter depends on the others, in words; an empty string: it does not."""
     takes_matrices_alone: bool = False
     """Whether what ``make`` makes takes parameters of two dimensions alone. Then it updates those of the layers, and
     AdamW, with the constants of here, all others: vectors, embedding and head."""

@@ -189,12 +189,21 @@ class PrepareOptions(
         """The optimizer and its constants."""
         if isinstance(self.optimizer, OptimizerSettings):
             settings = self.optimizer
+            if "weight_decay" in self.model_fields_set and self.weight_decay != settings.weight_decay:
+                raise InputError(
+                    f"weight_decay={self.weight_decay:g} is asked for, and optimizer=OptimizerSettings(...) has "
+                    f"weight_decay={settings.weight_decay:g}: say it once"
+                )
         elif callable(self.optimizer):
             make = getattr(self.optimizer, "func", self.optimizer)  # of a functools.partial
             name = getattr(make, "__qualname__", type(make).__qualname__)
             settings = OptimizerSettings(name=name, make=self.optimizer, weight_decay=self.weight_decay)
+            settings = replace(settings, asks_weight_decay="weight_decay" in self.model_fields_set)
         else:
             settings = OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+        if settings.make is not None:
+            lr = None if callable(self.lr) or "lr" not in self.model_fields_set else self.lr
+            settings = replace(settings, asked_lr=lr, has_lr_function=callable(self.lr))
         if self.gradient_dtype == "compute":
             settings = replace(settings, narrow_gradients=True)
         if self.loss_scale is None and self.loss_scale_window == settings.loss_scale_window:

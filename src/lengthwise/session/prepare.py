@@ -28,7 +28,7 @@ from lengthwise.runtime.loop.brought_items import ItemExchange
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.state.optimizer import with_tensor_names
+from lengthwise.runtime.state.optimizer_trial import after_trial, lr_function
 from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
@@ -116,12 +116,12 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         for frozen in chosen.frozen:
             prepared.frozen(frozen, check=chosen.check)
         stream, longest = planned_stream(stream, prepared, sequences.lengths)
-        lr, calibration = chosen.lr, planner if isinstance(planner, OnlineCalibration) else None
+        calibration = planner if isinstance(planner, OnlineCalibration) else None
         return Run(
             prepared,
             stream=stream,
             planner=planner,
-            lr=lr if callable(lr) else lambda step: lr,
+            lr=lr_function(chosen.lr, prepared.state.settings),
             clip_norm=chosen.clip_norm,
             num_steps=num_steps,
             counts_targets=chosen.count_targets,
@@ -264,7 +264,7 @@ def _learn(
             wrapped_model,
             world,
             collator=make_collator(wrapped_model, chosen, sequences),
-            optimizer=with_tensor_names(chosen.optimizer_settings),
+            optimizer=after_trial(chosen.optimizer_settings),
             seed=chosen.seed,
             by_layer=chosen.weights == "by-layer",
             state_on_host=is_on_host(chosen.offload_state),

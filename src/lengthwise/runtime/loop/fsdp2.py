@@ -18,6 +18,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.parameter_groups import set_learning_rate
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -103,8 +104,7 @@ class Fsdp2State:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.clear_gradient()
 

@@ -25,6 +25,7 @@ from lengthwise.runtime.loop.shared_reads import with_read_digests
 from lengthwise.runtime.loop.synthetic_batches import zero_loss
 from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state.layer_gather import LayerGather
+from lengthwise.runtime.state.optimizer_trial import check_coupling
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
@@ -80,7 +81,8 @@ class PreparedModel:
         master weights, summed gradients and optimizer lie in host memory.
 
         Raises:
-            InputError: FSDP2 shards the model, and its state is to lie elsewhere or to have other gradients.
+            InputError: FSDP2 shards the model, and its state is to lie elsewhere or to have other gradients; or ranks
+                cannot update different parameters by the optimizer.
         """
         state: ShardedState | Fsdp2State
         if fsdp_modules(wrapped_model.model):
@@ -99,6 +101,7 @@ class PreparedModel:
             if by_layer:
                 wrapped_model.check_gathers()
                 wrapped_model.structure.move_rest(world.device)
+            check_coupling(optimizer, world.size)
             table = wrapped_model.structure.table()
             state = ShardedState(wrapped_model.model, world, optimizer, table=table, on_host=state_on_host)
         prepared = cls(wrapped_model, world, collator=collator, state=state, seed=seed)

@@ -34,6 +34,7 @@ from lengthwise.runtime.state.checkpoint_files import (
 )
 from lengthwise.runtime.state.contents import MASTER, restore, room_for
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
+from lengthwise.runtime.state.parameter_groups import restore_values
 from lengthwise.runtime.state.saver import CheckpointSaver, HostGroup
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
@@ -84,6 +85,7 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
         state.loss_scaler.load_state_dict(scaled)
     num_left_out = len(document.get("skipped", ())) + (scaled["num_skipped"] if scaled else 0)
     restore(state, room, document["step"] - num_left_out)
+    restore_values(state.optimizer, document["optimizer"].get("groups", {}))  # older checkpoints have none
     return document
 
 
@@ -182,9 +184,10 @@ def _check_optimizer(checkpoint: Path, document: dict[str, Any], state: ShardedS
             f"export the weights and start from them ({Setting.HF})"
         )
     if saved["tensors"] != list(settings.state_names):
+        constants = Setting.MOMENTUM if settings.make is None else f"the constants of {Setting.OPTIMIZER}"
         raise InputError(
             f"{checkpoint / STATE_FILE} holds {saved['tensors'] or 'no tensors'} of {settings.name}, which keeps "
-            f"{list(settings.state_names) or 'none'} in this run; set {Setting.MOMENTUM} as it was when it was saved"
+            f"{list(settings.state_names) or 'none'} in this run; set {constants} as when it was saved"
         )
 
 
@@ -198,6 +201,11 @@ def _warn_of_differences(checkpoint: Path, document: dict[str, Any], state: Shar
     for name, ours in here.items():
         if document[name] != ours:
             _log.warning("%s was written with %s %s, this run has %s", checkpoint, name, document[name], ours)
+    if state.settings.group_values and "groups" not in document["optimizer"]:
+        _log.warning(
+            "%s was written by an older version, without %s of the parameter groups of %s, which begin anew",
+            checkpoint, ", ".join(state.settings.group_values), state.settings.name,
+        )  # fmt: skip
 
 
 @contextmanager

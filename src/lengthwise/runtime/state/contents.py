@@ -47,7 +47,7 @@ def contents(state: ShardedState) -> dict[str, ShardContent]:
             pieces = [piece for segment in segments if (piece := _value(state, segment, kind)) is not None]
             if pieces or not is_whole:
                 shape = pieces[0].shape if is_whole else torch.Size([sum(piece.numel() for piece in pieces)])
-                dtype = pieces[0].dtype if is_whole and not pieces[0].is_floating_point() else state.master_dtype
+                dtype = pieces[0].dtype if is_whole and kind != MASTER else state.master_dtype
                 local = _host_copy(pieces, shape, dtype)
                 copies[f"{kind}/{part}"] = ShardContent(
                     local=local, num_elements=None if is_whole else _size(state, part)
@@ -68,7 +68,7 @@ def room_for(state: ShardedState, saved: Mapping[str, tuple[Sequence[int], torch
                 room[name] = ShardContent(local=local, num_elements=_size(state, part))
             elif name in saved:
                 shape, dtype = saved[name]
-                dtype = state.master_dtype if dtype.is_floating_point else dtype
+                dtype = state.master_dtype if dtype == saved[f"{MASTER}/{part}"][1] else dtype
                 room[name] = ShardContent(local=torch.empty(tuple(shape), dtype=dtype), num_elements=None)
     return room
 
@@ -95,7 +95,7 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
             position += parameter.numel()
             with torch.no_grad():
                 parameter.copy_(optimizer_state.pop(MASTER))
-            if state.optimizer is not None and num_steps:
+            if state.optimizer is not None and (num_steps or (state.settings.make and optimizer_state)):
                 counted = step_state(state.settings, num_steps, state.optimizer)
                 state.optimizer.state[parameter] = {**counted, **optimizer_state}
     state.forget_weights()
@@ -123,7 +123,7 @@ def _value(state: ShardedState, segment: Segment, kind: str) -> Tensor | None:
     assert state.optimizer is not None, "a rank with segments has an optimizer"
     optimizer_state: dict[str, Tensor | float] = state.optimizer.state.get(segment.parameter, {})
     if (value := optimizer_state.get(kind)) is not None:
-        return torch.as_tensor(value)
+        return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     return None if state.settings.needs_whole_parameters else torch.zeros_like(segment.parameter, device="cpu")
 
 

@@ -1,7 +1,6 @@
 """The optimizers of torch on what a rank owns, and which of their state a checkpoint keeps."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,10 @@ from torch import Tensor, nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.parameter_groups import note_origins
+
+HANDED_LR = float("1e-3")
+"""The rate in the groups that a user's function gets where a function of the step gives the learning rate."""
 
 
 def make_optimizer(
@@ -32,7 +35,7 @@ def make_optimizer(
     if not groups:
         return None
     if settings.make is not None:
-        return _made(settings, groups)
+        return make_of_both_kinds(settings, decaying, others)
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
@@ -80,73 +83,70 @@ def _made_of_two(
     rest = [x for x in decaying if x.dim() != 2 or id(x) in outer]
     groups = _groups((rest, settings.weight_decay), (others, 0.0))
     adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps) if groups else None
-    made = _made(settings, _groups((matrices, settings.weight_decay))) if matrices else None
+    made = make_of_groups(settings, (matrices, settings.weight_decay)) if matrices else None
     return TwoOptimizers(made, adamw) if made is not None and adamw is not None else made or adamw
 
 
-def _made(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def make_of_both_kinds(
+    settings: OptimizerSettings, decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The user's optimizer of a group of matrices and a group of vectors.
+
+    A rank without parameters of one kind makes it with a stand-in, which it then leaves out, so that the groups are the
+    same on every rank.
+    """
+    example = (*decaying, *others)[0]
+    shapes = ((2, 3),) * (not decaying) + ((3,),) * (not others)
+    stand_ins = [nn.Parameter(torch.zeros(shape, dtype=example.dtype, device=example.device)) for shape in shapes]
+    parts = (decaying or stand_ins, settings.weight_decay), (others or stand_ins, 0.0)
+    return make_of_groups(settings, *parts, leave_out={id(parameter) for parameter in stand_ins})
+
+
+def make_of_groups(
+    settings: OptimizerSettings, *parts: tuple[Sequence[nn.Parameter], float], leave_out: Collection[int] = ()
+) -> torch.optim.Optimizer:
+    """The user's optimizer of one group for each part, with its weight decay and rate where they were asked for.
+
+    ``leave_out``: identities of parameters that it forgets when it is made.
+
+    Raises:
+        InputError: it cannot be made, or takes other parameters.
+    """
     assert settings.make is not None
+    groups = _groups(*parts)
+    for group in groups:
+        if not settings.asks_weight_decay:
+            del group["weight_decay"]
+        if settings.asked_lr is not None or settings.has_lr_function:
+            group["lr"] = HANDED_LR if settings.asked_lr is None else settings.asked_lr
+    expected = {id(parameter) for group in groups for parameter in group["params"]} - set(leave_out)
     try:
         made = settings.make(groups)
     except Exception as error:
         raise InputError(
             f"optimizer={settings.name} cannot be made of parameter groups, one of matrices and one of vectors: "
-            f"{type(error).__name__}: {error}; give what takes [{{'params': [...], 'weight_decay': 0.1}}, ...] alone, "
+            f"{type(error).__name__}: {error}; give what takes [{{'params': [...]}}, {{'params': [...]}}] alone, "
             "such as functools.partial(torch.optim.SGD, lr=0.1)"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(f"optimizer={settings.name} makes a {type(made).__name__}, which is no torch.optim.Optimizer")
-    expected = {id(parameter) for group in groups for parameter in group["params"]}
-    taken = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    taken = {id(parameter) for group in made.param_groups for parameter in group["params"]} - set(leave_out)
     if taken != expected:
         raise InputError(
             f"optimizer={settings.name} leaves out {len(expected - taken)} of the {len(expected)} parameters that "
             f"it is given, and takes {len(taken - expected)} others: ranks update shares of parameters, which it is "
             "made of. Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
         )
+    note_origins(made, settings.base_lr)
+    _forget(made, leave_out)
     return made
 
 
-def with_tensor_names(settings: OptimizerSettings) -> OptimizerSettings:
-    """The settings with the names of the tensors that an optimizer of the user's keeps, after an update of two numbers.
-
-    Raises:
-        InputError: it cannot be made or used, or keeps what checkpoints cannot.
-    """
-    if settings.make is None:
-        return settings
-    matrix, vector = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
-    try:
-        optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
-    except InputError:
-        if not _takes(settings, matrix) or _takes(settings, vector):
-            raise
-        settings = replace(settings, takes_matrices_alone=True)
-        optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
-    assert optimizer is not None
-    matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
-    try:
-        optimizer.step()
-    except Exception as error:
-        raise InputError(
-            f"optimizer={settings.name} cannot be stepped without arguments: {type(error).__name__}: {error}"
-        ) from error
-    kept_values = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
-    for name, value in kept_values:
-        if isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and not value.is_complex()):
-            continue
-        raise InputError(
-            f"optimizer={settings.name} keeps {name} as a {type(value).__name__}, and checkpoints keep tensors and "
-            "numbers; use an optimizer that keeps such alone"
-        )
-    numbers = dict.fromkeys(name for name, value in kept_values if not isinstance(value, Tensor))
-    return replace(settings, tensors=tuple(dict.fromkeys(name for name, _ in kept_values)), numbers=tuple(numbers))
-
-
-def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
-    """Whether an optimizer of the user's can be made of one parameter."""
-    try:
-        _made(settings, _groups(([parameter], settings.weight_decay)))
-    except InputError:
-        return False
-    return True
+def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:
+    """Remove parameters from an optimizer, and the groups that have no others."""
+    for group in optimizer.param_groups:
+        for parameter in [parameter for parameter in group["params"] if id(parameter) in identities]:
+            optimizer.state.pop(parameter, None)
+        group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in identities]
+    if identities:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

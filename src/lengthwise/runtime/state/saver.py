@@ -33,6 +33,7 @@ from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state import checkpoint_files as files
 from lengthwise.runtime.state.contents import MASTER, ShardContent, contents
+from lengthwise.runtime.state.parameter_groups import changed_values
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.shared_folder import check_shared
 
@@ -178,6 +179,7 @@ class CheckpointSaver:
         lock = files.lock_of_save(self._folder)
         try:
             _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
+            document = _with_groups_of_all(document, group)
             keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
                 _first_does([partial(_make_and_lock, self._folder, lock)], group, world)
@@ -230,6 +232,13 @@ def _is_broken(name: str, content: ShardContent) -> bool:
     return name.startswith(f"{MASTER}/") and not bool(torch.isfinite(content.local).all())
 
 
+def _with_groups_of_all(document: dict[str, Any], group: HostGroup) -> dict[str, Any]:
+    """The document with what changed in the optimizer's parameter groups of all ranks: one may have none of a group."""
+    by_rank: list[dict[str, Any]] = group.gather(document["optimizer"]["groups"])
+    groups = {position: values for groups in reversed(by_rank) for position, values in groups.items()}
+    return {**document, "optimizer": {**document["optimizer"], "groups": groups}}
+
+
 def _make_and_lock(folder: Path, lock: FolderLock) -> None:
     """Make and lock a folder of checkpoints outside of a run folder, which is locked as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -277,7 +286,11 @@ def _description(state: ShardedState) -> dict[str, Any]:
         "num_ranks": state.world.size,
         "model_digest": table.digest,
         "master_dtype": str(state.master_dtype).removeprefix("torch."),
-        "optimizer": {"name": settings.name, "tensors": list(settings.state_names)},
+        "optimizer": {
+            "name": settings.name,
+            "tensors": list(settings.state_names),
+            "groups": changed_values(state.optimizer),
+        },
         "loss_scale": None if state.loss_scaler is None else state.loss_scaler.state_dict(),
         "has_whole_parameters": settings.needs_whole_parameters,
         "unit_bounds": list(table.bounds),

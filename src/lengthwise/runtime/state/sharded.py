@@ -43,6 +43,7 @@ from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.owned_segments import Segment, segments_of, square_sum, update_at_once, update_by_unit
+from lengthwise.runtime.state.parameter_groups import set_learning_rate
 from lengthwise.runtime.state.pulled_weights import PulledWeights
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -291,8 +292,7 @@ class ShardedState(PulledWeights):
         """
         self._is_pulled = False
         if self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self.optimizer, lr)
             if self.settings.make is not None:
                 return update_at_once(self.optimizer, self.segments, clip)
         if is_ahead := self.pulls_ahead and not self._is_alone and self.settings.make is None:

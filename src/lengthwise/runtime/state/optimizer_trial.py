@@ -1,0 +1,272 @@
+"""A trial of an optimizer that a user's function makes: a few updates of small parameters before anything is trained.
+
+It says what checkpoints have to keep of the optimizer, which learning rate counts, and whether the update of a
+parameter depends on others. Then ranks, which update different parameters, would train other weights than one rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.optimizer import make_of_both_kinds, make_of_groups, make_optimizer
+from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
+from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain, set_learning_rate
+
+_TRIAL_LR = 1e-3
+"""The learning rate where none is said yet."""
+_SHAPES = ((2, 3), (3, 2), (3,), (4,))
+_SCALES = (1e-3, 1.0, 1e3)
+"""Of the gradients of one step after another: limits of a norm leave small gradients as they are."""
+_NUM_STEPS = 12
+_SAME_UPDATE = 1e-6
+"""The difference between two updates, as a share of the largest change, that rounding may make."""
+
+
+def after_trial(settings: OptimizerSettings) -> OptimizerSettings:
+    """The settings with what a trial says of an optimizer of the user's.
+
+    Raises:
+        InputError: it cannot be made or used, keeps what checkpoints cannot, or says another rate or weight decay than
+            is asked for.
+    """
+    if settings.make is None:
+        return settings
+    with _same_noise():
+        return _after_updates(settings)
+
+
+def check_coupling(settings: OptimizerSettings, num_ranks: int) -> None:
+    """Raise ``InputError`` if ranks cannot update different parameters by the optimizer."""
+    if settings.coupling and num_ranks > 1:
+        raise InputError(
+            f"optimizer={settings.name} {settings.coupling}, as with the norm of all gradients or a step size that all "
+            f"share; each of the {num_ranks} ranks updates other parameters, and would train other weights than one "
+            "rank does. Train on 1 rank, or use an optimizer that updates each parameter by itself; clip_norm= limits "
+            "the norm of all gradients on any number of ranks"
+        )
+
+
+def lr_function(lr: float | Callable[[int], float], settings: OptimizerSettings) -> Callable[[int], float]:
+    """The learning rate of each step: ``lr``, unless it was not asked for and the optimizer says one."""
+    if callable(lr):
+        return lr
+    rate = lr if settings.asked_lr is not None or settings.base_lr is None else settings.base_lr
+    return lambda step: rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Updates:
+    """Parameters after the steps of a trial, and the optimizer that updated them."""
+
+    parameters: list[nn.Parameter]
+    changes: list[Tensor]
+    optimizer: torch.optim.Optimizer
+
+
+def _after_updates(settings: OptimizerSettings) -> OptimizerSettings:
+    """The settings with what updates of a matrix and a vector, and then of more, say of the optimizer."""
+    matrix, vector = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
+    try:
+        made = make_of_both_kinds(settings, [matrix], [vector])
+    except InputError:
+        if not _takes(settings, matrix) or _takes(settings, vector):
+            raise
+        settings = replace(settings, takes_matrices_alone=True)
+        made = make_of_groups(settings, ([matrix], settings.weight_decay))
+    check_weight_decay(settings, made)
+    settings = with_base_lr(settings, made)
+    optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
+    assert optimizer is not None
+    matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
+    try:
+        _step(settings, optimizer)
+        together = _updated_together(settings)
+    except Exception as error:
+        raise InputError(
+            f"optimizer={settings.name} cannot be stepped without arguments: {type(error).__name__}: {error}"
+        ) from error
+    settings = _with_state(settings, (optimizer, together.optimizer))
+    _check_groups(settings)
+    _check_decays(settings, together)
+    return replace(settings, coupling=_coupling(settings, together))
+
+
+def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer of the user's can be made of one parameter."""
+    try:
+        make_of_groups(settings, ([parameter], settings.weight_decay))
+    except InputError:
+        return False
+    return True
+
+
+def _step(settings: OptimizerSettings, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer step once, with a learning rate."""
+    set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
+    optimizer.step()
+
+
+def _updated(
+    settings: OptimizerSettings, indices: Sequence[int], *, seed: int = 0, decays: bool = True, dtype: torch.dtype
+) -> _Updates:
+    """The parameters of ``indices`` after the steps of a trial by an optimizer of these alone."""
+    numbers = torch.Generator().manual_seed(1)
+    starts = [torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.5 for shape in _SHAPES]
+    slopes = [torch.rand(shape, generator=numbers, dtype=torch.float64) - 0.3 for shape in _SHAPES]
+    parameters = [nn.Parameter(starts[index].to(dtype, copy=True)) for index in indices]
+    decaying = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() == 1]
+    torch.default_generator.manual_seed(seed)
+    optimizer = make_optimizer(settings, decaying=decaying, others=others)
+    assert optimizer is not None
+    for group in () if decays else optimizer.param_groups:
+        if ORIGIN in group:
+            group["weight_decay"] = 0.0
+    for step in range(_NUM_STEPS):
+        for index, parameter in zip(indices, parameters):
+            slope = slopes[index] * (1 + 0.1 * step * (index + 1))
+            parameter.grad = (slope * _SCALES[step % len(_SCALES)]).to(dtype)
+        _step(settings, optimizer)
+    changes = [parameter.detach() - starts[index].to(dtype) for index, parameter in zip(indices, parameters)]
+    return _Updates(parameters=parameters, changes=changes, optimizer=optimizer)
+
+
+def _updated_together(settings: OptimizerSettings) -> _Updates:
+    """The updates of all parameters at once, in float64 or, by an optimizer that cannot, in float32."""
+    try:
+        return _updated(settings, range(len(_SHAPES)), dtype=torch.float64)
+    except Exception:
+        return _updated(settings, range(len(_SHAPES)), dtype=torch.float32)
+
+
+def _with_state(settings: OptimizerSettings, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSettings:
+    """The settings with what checkpoints have to keep of optimizers that have stepped."""
+    states = [state for stepped in optimizers for state in stepped.state.values()]
+    values = [item for state in states for item in state.items() if item[1] is not None]
+    for name, value in values:
+        if isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and not value.is_complex()):
+            continue
+        raise InputError(
+            f"optimizer={settings.name} keeps {name} as a {type(value).__name__}, and checkpoints keep tensors and "
+            "numbers; use an optimizer that keeps such alone"
+        )
+    names = tuple(dict.fromkeys(name for name, _ in values))
+    numbers = tuple(dict.fromkeys(name for name, value in values if not isinstance(value, Tensor)))
+    changing = {name for stepped in optimizers for group in changed_values(stepped).values() for name in group}
+    return replace(settings, tensors=names, numbers=numbers, group_values=tuple(sorted(changing)))
+
+
+def _check_groups(settings: OptimizerSettings) -> None:
+    """Raise ``InputError`` if a step changes the rate of a parameter group, or what checkpoints cannot keep of it."""
+    matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
+    assert optimizer is not None
+    for _ in range(2):
+        matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
+        set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
+        before = [_contents_of(group) for group in optimizer.param_groups]
+        optimizer.step()
+        for earlier, group in zip(before, optimizer.param_groups):
+            later = _contents_of(group)
+            for name in later:
+                if not _is_equal(earlier.get(name), later[name]):
+                    raise _changed(settings, name, group[name])
+
+
+def _contents_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Contents of a parameter group that no step may change: its rate, and what is not plain."""
+    contents = {name: value for name, value in group.items() if name not in ("params", ORIGIN)}
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else _frozen(value)
+        for name, value in contents.items()
+        if name == "lr" or not is_plain(value)
+    }
+
+
+def _frozen(value: Any) -> Any:
+    """A value that shows changes of what it holds; of objects that have no such text, their identity."""
+    return repr(value) if isinstance(value, dict | list | set | tuple) else value
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or bool(type(first) is type(second) and first == second)
+
+
+def _changed(settings: OptimizerSettings, name: str, value: Any) -> InputError:
+    """The error for a step that changes a value of a parameter group."""
+    if name == "lr":
+        return InputError(
+            f"optimizer={settings.name} changes lr of its parameter groups when it steps, and each step begins with "
+            "the rate that prepare gives it; give lr=, a function of the step, and let the optimizer leave it as it is"
+        )
+    return InputError(
+        f"optimizer={settings.name} keeps {name} as a {type(value).__name__} in its parameter groups and changes it "
+        "when it steps, and checkpoints keep plain numbers and texts of groups; use an optimizer that keeps such "
+        "alone, or tensors in its state of each parameter"
+    )
+
+
+def _check_decays(settings: OptimizerSettings, together: _Updates) -> None:
+    """Raise ``InputError`` if weight decay is asked for, and the optimizer does not know it."""
+    if not settings.asks_weight_decay or not settings.weight_decay:
+        return
+    without = _updated(settings, range(len(_SHAPES)), decays=False, dtype=together.parameters[0].dtype)
+    if all(torch.equal(*pair) for pair in zip(together.parameters, without.parameters)):
+        raise InputError(
+            f"weight_decay={settings.weight_decay:g} is asked for, and optimizer={settings.name} updates parameters as "
+            "without; leave weight_decay out"
+        )
+
+
+def _coupling(settings: OptimizerSettings, together: _Updates) -> str:
+    """How the update of one parameter depends on the others, in words; an empty string: it does not, or is random."""
+    dtype = together.parameters[0].dtype
+    again = _updated(settings, range(len(_SHAPES)), seed=1, dtype=dtype)
+    if not all(_is_same_update(*changes) for changes in zip(together.changes, again.changes)):
+        return ""
+    for index, change in enumerate(together.changes):
+        try:
+            alone = _updated(settings, [index], dtype=dtype)
+        except Exception as error:
+            return f"cannot update one parameter without the others ({type(error).__name__}: {error})"
+        if not _is_same_update(change, alone.changes[0]):
+            return "updates a parameter otherwise where there are others"
+        if name := _shared_value(together.optimizer, alone.optimizer):
+            return f"keeps {name}, which depends on all parameters of a group"
+    return ""
+
+
+def _shared_value(together: torch.optim.Optimizer, alone: torch.optim.Optimizer) -> str:
+    """The name of a value of a parameter group that is another where there are more parameters; or an empty string."""
+    groups = changed_values(together)
+    for position, values in changed_values(alone).items():
+        for name in {**values, **groups[position]}:
+            first, second = values.get(name), groups[position].get(name)
+            is_real = isinstance(first, float) and isinstance(second, float)
+            if not (is_real and _is_same_update(torch.tensor(first), torch.tensor(second))) and first != second:
+                return name
+    return ""
+
+
+def _is_same_update(change: Tensor, other: Tensor) -> bool:
+    """Whether two updates differ by no more than rounding, or are not finite alike."""
+    tolerance = _SAME_UPDATE * float(change.abs().max())
+    return torch.allclose(change, other, rtol=_SAME_UPDATE, atol=tolerance, equal_nan=True)
+
+
+@contextmanager
+def _same_noise() -> Iterator[None]:
+    """Within, the generator of random numbers of the CPU may be seeded; afterwards it is as it was."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
