@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lengthwise as lw
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, train_in_parts, weights_of
@@ -52,6 +53,44 @@ class EightBits(torch.optim.Optimizer):
                 parameter.sub_(momentum, alpha=group["lr"] / state["step"])
 
 
+class CountsInGroups(torch.optim.Optimizer):
+    """Momentum of 16 bits and a plain float of each parameter, and a count of steps in each group."""
+
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1, "weight_decay": 0.0, "betas": (0.9, 0.5), "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["seen"] = (group["steps"], "steps")
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["size"] = 0.9 * state.get("size", 0.3) + 0.1 * float(parameter.grad.norm())
+                momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+                momentum.mul_(group["betas"][0]).add_(parameter.grad / state["size"])
+                parameter.sub_(momentum, alpha=group["lr"] / group["steps"])
+
+
+class OfAllGradients(torch.optim.Optimizer):
+    """Follows gradients divided by the norm of all of them."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        for parameter in parameters:
+            parameter.sub_(parameter.grad / norm, alpha=self.param_groups[0]["lr"])
+
+
+def rates_of_groups(groups):
+    """What says a rate for matrices and another, torch's default, for vectors."""
+    return torch.optim.SGD([{**groups[0], "lr": 0.1}, {**groups[1], "lr": 0.001}])
+
+
 def muon_and_adamw(groups):
     """What a user of Muon writes: it takes the matrices of layers, AdamW the rest."""
     (matrices, vectors), inner = (group["params"] for group in groups), 24
@@ -74,20 +113,26 @@ OPTIMIZERS = {
     "matrices": NormedMatrices,
     "muon": torch.optim.Muon,
     "eight bits": EightBits,
+    "counts in groups": CountsInGroups,
 }
 ALONE = {"muon": muon_and_adamw}
 """What a loop of one's own has instead."""
-QUICK = ("matrices", "muon")
+DECAYS = ("nadam", "rmsprop", "matrices", "muon")
+"""Those that know weight decay."""
+QUICK = ("matrices", "muon", "counts in groups")
 
 
-def loop_on_one_device(make):
+def loop_on_one_device(make, lr=1e-2, weight_decay=0.1):
+    """``lr`` of each step or of all steps, ``weight_decay`` of matrices; None: what ``make`` says."""
     model, rows, losses = models.gpt(), models.rows(), []
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = make([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}])
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-2
-    for batch in batches_of(rows, num_steps=STEPS):
+    decays = [{}, {}] if weight_decay is None else [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+    optimizer = make([{"params": matrices, **decays[0]}, {"params": vectors, **decays[1]}])
+    ratios = [group["lr"] / optimizer.param_groups[0]["lr"] for group in optimizer.param_groups]
+    for step, batch in enumerate(batches_of(rows, num_steps=STEPS)):
+        for group, ratio in zip(optimizer.param_groups, ratios) if lr is not None else ():
+            group["lr"] = (lr(step) if callable(lr) else lr) * ratio
         optimizer.zero_grad()
         loss = sum(models.sum_of_losses(model, rows[i]) for i in batch) / sum(len(rows[i]) - 1 for i in batch)
         loss.backward()
@@ -103,11 +148,94 @@ def loop_on_one_device(make):
 def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(ranks, name, tmp_path):
     losses, weights = loop_on_one_device(ALONE.get(name, OPTIMIZERS[name]))
     options = {key: value for key, value in OPTIONS.items() if key != "steps"}
-    options |= {"optimizer": OPTIMIZERS[name], "recompute": "none"}
+    options |= {"optimizer": OPTIMIZERS[name], "recompute": "none"} | ({"weight_decay": 0.1} if name in DECAYS else {})
     first = ranks(2).run(train_in_parts, tmp_path, first=True, last=2, options=options)[0]
     second = ranks(3).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options)[0]
     np.testing.assert_allclose(first[0] + second[0], losses, rtol=EXACT)
     assert_equal_weights(second[1], weights)
+
+
+def train_with(every_options):
+    """Losses, weights and rates by each of several options, without a rate of prepare but what they have."""
+    as_started_by_torchrun()
+    outcomes = []
+    for options in every_options:
+        model, rates, losses = models.gpt(), [], []
+        common = {name: value for name, value in OPTIONS.items() if name != "lr"} | {
+            "check": False,
+            "recompute": "none",
+        }
+        run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **common | options)
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            result = step.update()
+            losses.append(result.loss)
+            rates.append(result.lr)
+        run.close()
+        outcomes.append((losses, weights_of(model), rates))
+    return outcomes
+
+
+def falling(step):
+    return 0.1 / (1 + step)
+
+
+CONSTANTS = [
+    ({"optimizer": partial(torch.optim.SGD, lr=0.2, weight_decay=0.5)}, (None, None), [0.2] * STEPS),
+    ({"optimizer": torch.optim.NAdam, "weight_decay": 0.3}, (None, 0.3), [2e-3] * STEPS),
+    ({"optimizer": rates_of_groups}, (None, None), [0.1] * STEPS),
+    ({"optimizer": rates_of_groups, "lr": 0.1}, (0.1, None), [0.1] * STEPS),
+    ({"optimizer": rates_of_groups, "lr": falling}, (falling, None), [falling(step) for step in range(STEPS)]),
+]
+"""Options of prepare, rate and weight decay of a loop of one's own (None: the optimizer's), and the rates of steps."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.deep)])
+def test_a_rate_and_a_weight_decay_that_prepare_is_not_given_are_those_of_the_optimizer(ranks, num_ranks):
+    outcomes = ranks(num_ranks).run(train_with, [options for options, _, _ in CONSTANTS])[0]
+    for (options, (lr, decay), expected), (losses, weights, rates) in zip(CONSTANTS, outcomes):
+        losses_alone, weights_alone = loop_on_one_device(options["optimizer"], lr, decay)
+        np.testing.assert_allclose(losses, losses_alone, rtol=EXACT)
+        assert_equal_weights(weights, weights_alone)
+        assert rates == expected
+
+
+def refusal_of(optimizer):
+    with pytest.raises(InputError) as refusal:
+        train_with([{"optimizer": optimizer}])
+    return str(refusal.value)
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_on_several_ranks(ranks):
+    for message in ranks(2).run(refusal_of, OfAllGradients):
+        assert "OfAllGradients updates a parameter otherwise where there are others" in message
+        assert "each of the 2 ranks" in message and "Train on 1 rank" in message
+    [(losses, _, _)] = train_with([{"optimizer": OfAllGradients}])
+    np.testing.assert_allclose(losses, loop_on_one_device(OfAllGradients, None, None)[0], rtol=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr": 0.05}, "lr=0.05 is asked for, and .*SGD has lr=0.1:"),
+        ({"optimizer": rates_of_groups, "lr": 0.05}, "lr=0.05 is asked for, and .* has lr=0.1 and 0.001"),
+        ({"optimizer": partial(torch.optim.SGD, lr=1e-3), "lr": falling}, "a function of the step, and .* lr=0.001"),
+        (
+            {"optimizer": lambda groups: torch.optim.SGD([groups[0], {**groups[1], "lr": 0.01}]), "lr": falling},
+            "has lr=0.01 for 1 of its 2 groups",
+        ),
+        (
+            {"optimizer": partial(torch.optim.SGD, weight_decay=0.5), "weight_decay": 0.1},
+            "weight_decay=0.1 is asked for, and optimizer=SGD has weight_decay=0.5",
+        ),
+        ({"optimizer": torch.optim.Rprop, "weight_decay": 0.1}, "Rprop updates parameters as without"),
+        ({"optimizer": OptimizerSettings(), "weight_decay": 0.3}, r"OptimizerSettings\(...\) has weight_decay=0.1"),
+    ],
+)
+def test_a_constant_that_is_said_twice_is_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        train_with([options])
 
 
 def made_of_words(groups):
@@ -162,7 +290,7 @@ def trained_state(optimizer):
     as_started_by_torchrun()
     run = lw.prepare(
         models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, optimizer=optimizer,
-        **OPTIONS | {"recompute": "none", "weights": "by-layer"},
+        **OPTIONS | {"recompute": "none", "weights": "by-layer", "weight_decay": 0.1},
     )  # fmt: skip
     losses, _, _ = step_through(run)
     run.close()

@@ -1,0 +1,139 @@
+"""A trial of an optimizer says what checkpoints keep of it, which rate counts, and whether it couples parameters."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.optimizer_trial import after_trial, check_coupling
+from lengthwise.runtime.state.parameter_groups import changed_values, restore_values, set_learning_rate
+
+
+class Sgd(torch.optim.SGD):
+    """Calls ``act`` with its groups when it steps."""
+
+    def __init__(self, groups, act, **options):
+        super().__init__(groups, **options)
+        self.act = act
+
+    def step(self, closure=None):
+        super().step()
+        self.act(self.param_groups)
+
+
+def settings_of(make, **asked):
+    return OptimizerSettings(name="it", make=make, **asked)
+
+
+def sgd_that(act):
+    return settings_of(partial(Sgd, act=act))
+
+
+def clips_all(groups):
+    """Limit the norm of all weights: what optimizers do that limit the norm of all gradients."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    norm = torch.stack([parameter.detach().norm() for parameter in parameters]).norm()
+    for parameter in parameters:
+        parameter.data.mul_(min(1.0, 2.0 / norm))
+
+
+def moves_the_first(groups):
+    groups[0]["params"][0].data.add_(1.0)
+
+
+def adapts_a_rate(groups):
+    """Sum over all parameters what the next step size may come from, as D-Adaptation does."""
+    groups[0]["sum"] = groups[0].get("sum", 0.0) + sum(x.detach().norm().item() for x in groups[0]["params"])
+
+
+def count(groups):
+    for group in groups:
+        group["steps"] = group.get("steps", 0) + 1
+        group["seen"] = (group["steps"], [True, None, "three"])
+
+
+def adds_noise(groups):
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.data.add_(torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("act", [clips_all, moves_the_first, adapts_a_rate])
+def test_an_optimizer_whose_update_of_a_parameter_depends_on_others_is_for_one_rank(act):
+    settings = after_trial(sgd_that(act))
+    check_coupling(settings, 1)
+    with pytest.raises(InputError, match=r"optimizer=it .*; each of the 3 ranks updates other parameters"):
+        check_coupling(settings, 3)
+
+
+UNCOUPLED = [
+    torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad,
+    torch.optim.Adafactor, torch.optim.Muon, partial(torch.optim.AdamW, foreach=True, amsgrad=True),
+    partial(transformers.Adafactor, relative_step=False, scale_parameter=False), partial(Sgd, act=adds_noise),
+    partial(Sgd, act=count),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", UNCOUPLED)
+def test_optimizers_that_update_each_parameter_by_itself_are_for_any_number_of_ranks(make):
+    before = torch.get_rng_state()
+    settings = after_trial(settings_of(make, asked_lr=1e-2))
+    check_coupling(settings, 64)
+    assert settings.base_lr in (None, 1e-2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def adds_a_tensor(groups):
+    groups[0]["sum"] = groups[0].get("sum", torch.zeros(())) + 1
+
+
+def changes_the_rate(groups):
+    groups[0]["lr"] *= 0.9
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (adds_a_tensor, "keeps sum as a Tensor in its parameter groups and changes it"),
+        (changes_the_rate, "changes lr of its parameter groups when it steps"),
+    ],
+)
+def test_what_a_step_changes_in_groups_and_checkpoints_cannot_keep_is_refused(act, message):
+    with pytest.raises(InputError, match=f"optimizer=it {message}"):
+        after_trial(sgd_that(act))
+
+
+def test_values_that_steps_change_in_groups_come_back_and_constants_stay_as_they_are_now():
+    settings = after_trial(settings_of(partial(Sgd, act=count, momentum=0.5)))
+    assert settings.group_values == ("seen", "steps")
+    parameters = {"decaying": [nn.Parameter(torch.ones(2, 2))], "others": [nn.Parameter(torch.ones(2))]}
+    optimizer = make_optimizer(settings, **parameters)
+    optimizer.step()
+    saved = json.loads(json.dumps(changed_values(optimizer)))
+    other = make_optimizer(settings_of(partial(Sgd, act=count, momentum=0.8)), **parameters)
+    restore_values(other, saved)
+    for group in other.param_groups:
+        assert group["seen"] == (1, [True, None, "three"])
+        assert (group["steps"], group["momentum"]) == (1, 0.8)
+    restore_values(other, {})
+    assert changed_values(other) == {"0": {}, "1": {}}
+
+
+def test_a_rank_without_parameters_of_one_kind_has_the_groups_of_the_other():
+    """With the rate that they have on all ranks, and their position."""
+    settings = after_trial(
+        settings_of(lambda groups: torch.optim.Adagrad([{**groups[0], "lr": 0.4}, {**groups[1], "lr": 0.1}]))
+    )
+    vector = nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(settings, decaying=[], others=[vector])
+    set_learning_rate(optimizer, 0.2)
+    [group] = optimizer.param_groups
+    assert list(map(id, group["params"])) == [id(vector)] == list(map(id, optimizer.state))
+    assert group["lr"] == 0.05 and settings.base_lr == 0.4
+    assert list(changed_values(optimizer)) == ["1"]
