@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.state import saver
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.optimizer_trial import after_trial, check_coupling
 from lengthwise.runtime.state.parameter_groups import changed_values, restore_values, set_learning_rate
@@ -123,6 +125,13 @@ def test_values_that_steps_change_in_groups_come_back_and_constants_stay_as_they
         assert (group["steps"], group["momentum"]) == (1, 0.8)
     restore_values(other, {})
     assert changed_values(other) == {"0": {}, "1": {}}
+
+
+def test_a_checkpoint_has_the_groups_of_all_ranks():
+    group = SimpleNamespace(gather=lambda groups: [{}, groups, {"0": {"steps": 3}}])
+    document = {"step": 3, "optimizer": {"name": "it", "groups": {"1": {"steps": 3}}}}
+    groups = saver._with_groups_of_all(document, group)["optimizer"]["groups"]
+    assert groups == {"0": {"steps": 3}, "1": {"steps": 3}}
 
 
 def test_a_rank_without_parameters_of_one_kind_has_the_groups_of_the_other():
