@@ -74,9 +74,11 @@ class PrepareOptions(
 
     optimizer: OptimizerSettings | OptimizerName | Callable[[list[dict[str, Any]]], Any] = "adamw"
     """The optimizer: its name, or OptimizerSettings with its constants; or a class of torch.optim, or what else makes
-    an optimizer from parameter groups: of matrices, which decay, and of vectors. (A configuration names it.)"""
+    an optimizer from parameter groups, of matrices and of vectors, whose constants are then its own, lr and
+    weight_decay too unless they are options as well. (A configuration names it.)"""
     lr: LearningRate | Callable[[int], float] = 3e-4
-    """The learning rate: a number, or a function of the step. (A configuration has a schedule instead.)"""
+    """The learning rate: a number, or a function of the step; left out, that of an optimizer that a class or function
+    makes. Groups for which that says other rates keep their ratio. (A configuration has a schedule instead.)"""
 
     methods: tuple[SequenceMethod, ...] | None = Field(default=None, min_length=1)
     """By which methods ranks may share sequences, where there are several; None: ulysses and ring, whichever is faster

@@ -153,7 +153,8 @@ class UpdateSettings(Settings):
     """Weight decay, clipping, and how the learning rate follows batches."""
 
     weight_decay: float = Field(default=0.1, ge=0, le=1000)
-    """Decoupled weight decay of matrices; norms and biases never decay."""
+    """Decoupled weight decay of matrices; norms and biases never decay. Left out, an optimizer that a class or function
+    makes in `prepare` decays as it says."""
     clip_norm: float = Field(default=1.0, ge=0, le=1e9)
     """The limit that the global gradient norm is clipped to; 0: gradients are not clipped."""
     lr_scaling: LrRule = "none"
