@@ -12,7 +12,7 @@ import torch
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.state import checkpoint, saver
+from lengthwise.runtime.state import checkpoint, checkpoint_files, saver
 from lengthwise.runtime.state.contents import contents
 from tests.runtime.state.saved import (
     OPTIMIZERS,
@@ -94,6 +94,34 @@ def check_other_ranks(ranks, tmp_path, settings, num_writers, num_readers):
     expected = ranks(num_writers).run(save_trained, str(tmp_path), torch.float64, settings)[0]
     for found in ranks(num_readers).run(_load_whole, str(tmp_path), torch.float64, settings):
         assert_same_tensors(found, expected)
+
+
+def test_a_checkpoint_of_an_older_version_has_nothing_of_groups_and_loads_with_a_warning(ranks, tmp_path):
+    settings = OptimizerSettings(name="Counted", make=Counted, group_values=("steps",))
+    expected = ranks(1).run(save_trained, str(tmp_path), torch.float64, settings)[0]
+    file = checkpoint.latest(tmp_path) / "state.json"
+    document = checkpoint.read_state(file.parent)
+    assert document["optimizer"].pop("groups") == {"0": {"steps": 2}, "1": {"steps": 2}}
+    file.write_text(checkpoint_files._encoded(document))
+    for tensors, message in ranks(1).run(_load_with_messages, str(tmp_path), settings):
+        assert_same_tensors(tensors, expected)
+        assert "was written by an older version, without steps of the parameter groups of Counted" in message
+
+
+class Counted(torch.optim.SGD):
+    """Counts steps in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+
+def _load_with_messages(path, settings):
+    with pytest.MonkeyPatch.context() as patch:
+        messages = []
+        patch.setattr(checkpoint._log, "warning", lambda text, *values: messages.append(text % values))
+        return _load_whole(path, torch.float64, settings), " ".join(messages)
 
 
 def _load_whole(path, dtype, settings):
