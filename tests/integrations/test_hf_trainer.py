@@ -1,10 +1,12 @@
 """lengthwise.Trainer is transformers' Trainer with steps planned by length."""
 
 import os
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from lengthwise.core.errors import InputError
 from tests.plan.costs import StagesFitMore
@@ -283,13 +285,19 @@ def test_a_step_that_overflows_in_float16_leaves_weights_and_schedule_where_they
         np.testing.assert_array_equal(trainers.weights_of(resumed.model)[name], value, err_msg=name)
 
 
+@pytest.mark.parametrize(("of_arguments", "option"), [(0.3, {}), (0.0, {"weight_decay": 0.3})])
+def test_a_weight_decay_that_the_optimizer_contradicts_is_refused(of_arguments, option, tmp_path):
+    optimizer = partial(torch.optim.SGD, weight_decay=0.5)
+    with pytest.raises(InputError, match=r"weight_decay=0\.3 is asked for, and optimizer=SGD has weight_decay=0\.5"):
+        train(tmp_path, {"weight_decay": of_arguments}, lengthwise={"optimizer": optimizer} | option)
+
+
 def test_weights_gathered_by_layer_are_refused_since_callbacks_look_at_all_of_them(tmp_path):
     with pytest.raises(InputError, match="callbacks see all weights after every step"):
         train(tmp_path, {}, lengthwise={"weights": "by-layer"})
 
 
 def test_everything_that_would_be_ignored_is_named_at_once(tmp_path):
-    import torch
     import transformers
 
     import lengthwise as lw

@@ -144,8 +144,9 @@ class Trainer(transformers.Trainer):
             options["sequences_per_step"] = transformers.Trainer.get_total_train_batch_size(self, args)
         if not {"optimizer", "weight_decay"} & set(options) and args.weight_decay and (problem := decay_problem(self)):
             raise InputError(problem)
+        is_decay_asked = "weight_decay" in options or bool(args.weight_decay)
         weight_decay = options.pop("weight_decay", args.weight_decay)
-        if isinstance(options.get("optimizer"), str):
+        if isinstance(options.get("optimizer"), str) or ("optimizer" in options and is_decay_asked):
             options["weight_decay"] = weight_decay
         if options.get("form_batches"):
             raise InputError("form_batches=True: transformers counts steps and epochs by the dataset's own batches")
