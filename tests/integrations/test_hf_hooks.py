@@ -23,7 +23,13 @@ def both(tmp_path, options, **ways):
     return expected, weights, trainer
 
 
-@pytest.mark.parametrize("hook", ["a schedule by steps", "a schedule by group", "one cycle"])
+def deep(value):
+    return pytest.param(value, marks=pytest.mark.deep)
+
+
+@pytest.mark.parametrize(
+    "hook", ["a schedule by group", *(deep(hook) for hook in ["a schedule by steps", "one cycle"])]
+)
 def test_the_schedule_of_a_subclass_is_followed(hook, tmp_path):
     log, _, trainer = both(tmp_path, {}, hook=hook)
     assert len(set(trainer_hooks.rates(log))) > 4
@@ -178,7 +184,7 @@ def test_the_batch_size_of_a_subclass_for_logs_leaves_the_sequences_of_a_step(tm
     assert_equal_weights(trainers.weights_of(trainer.model), trainers.weights_of(plain.model))
 
 
-@pytest.mark.parametrize("hook", ["a weighted sampler", "a curriculum"])
+@pytest.mark.parametrize("hook", ["a weighted sampler", deep("a curriculum")])
 def test_the_sampler_of_a_subclass_says_what_each_epoch_has(hook, ranks, tmp_path):
     log, weights, trainer = both(tmp_path, EPOCHS, hook=hook)
     assert trainer.state.epoch == 3.0
@@ -238,7 +244,7 @@ def test_batches_of_tokens_beside_a_sampler_and_samplers_of_a_rank_are_refused(r
         ranks(2).run(changed, tmp_path, {}, hook="a rank's share")
 
 
-@pytest.mark.parametrize("order", ["sequential", "random"])
+@pytest.mark.parametrize("order", ["sequential", deep("random")])
 def test_a_dataset_is_told_of_each_epoch(order, ranks, tmp_path):
     options = EPOCHS | {"train_sampling_strategy": order}
     if order == "sequential":
@@ -279,9 +285,10 @@ def test_a_dataset_with_fewer_items_in_another_epoch_is_refused(tmp_path):
 
 
 CHANGES = ["rate before a step", "rate after a step", "rate of an update", "scheduler", "skips a rate", "norm", "decay"]
+QUICK_CHANGES = ["rate after a step", "norm"]
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", [kind if kind in QUICK_CHANGES else deep(kind) for kind in CHANGES])
 def test_what_a_callback_changes_counts_from_then_on(kind, tmp_path):
     options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear", "weight_decay": 0.1}
     both(tmp_path, options, kind=kind)
@@ -380,7 +387,7 @@ def with_positions(items):
     return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])}
 
 
-@pytest.mark.parametrize("collate", [trainer_hooks.pad, left_padded, longest_first, with_positions])
+@pytest.mark.parametrize("collate", [trainer_hooks.pad, *map(deep, (left_padded, longest_first, with_positions))])
 def test_collators_that_only_pad_are_taken(collate, tmp_path):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
     found = trainers.train(tmp_path / "found", SGD | options, data_collator=collate)
