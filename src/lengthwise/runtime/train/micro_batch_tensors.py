@@ -129,3 +129,11 @@ def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
             "was indexed: index it again"
         )
     return tokens
+
+
+def with_padding(values: Tensor, pack: Pack, *, num_slots: int, slot_tokens: int) -> Tensor:
+    """[num_slots, ...] values of the sequences of a pack, given end to end, with zeros where the pack is padded."""
+    starts = zip(pack.cu_seqlens, pack.lengths)
+    spans = [(start // slot_tokens, (start + length) // slot_tokens) for start, length in starts]
+    places = torch.tensor([place for span in spans for place in range(*span)], device=values.device)
+    return values.new_zeros(num_slots, *values.shape[1:]).index_copy(0, places, values)

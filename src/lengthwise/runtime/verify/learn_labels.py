@@ -51,7 +51,7 @@ def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
             taken = None
     if taken is not None and _is_same(taken, expected.loss):
         return usual
-    if _is_same(loss_of_logits(expected, shifted[None]), expected.loss):
+    if _is_same(loss_of_logits(expected.logits, shifted[None]), expected.loss):
         return replace(usual, takes_shifted=False)
     return usual
 

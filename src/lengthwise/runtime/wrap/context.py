@@ -76,6 +76,8 @@ class ForwardPass:
     """The group's number of exchanges when the forward ended; None: it has not, or by an error."""
     noted: NotedLoss | None = None
     """The loss that the forward stands for; None for a frozen model."""
+    num_other_targets: int | None = None
+    """The number of targets of the labels that the loop gave it, where that is not the micro-batch's."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
     """The outputs at which a backward without a loss begins, and zeros of their shapes."""
 
@@ -152,6 +154,8 @@ class PackShard:
     """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
     alone: Callable[[int], Any] | None = None
     """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
+    micro_batch: Any = field(default=None, repr=False)
+    """The micro-batch that was made of it."""
     _stages: dict[bool, StageView] = field(default_factory=dict)
     """The stages of causal and of other attentions."""
 

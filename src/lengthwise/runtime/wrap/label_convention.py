@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,18 @@ class LabelConvention:
     """Whether it is a user's own module that shifts labels, where others are given the token after each token."""
 
 
-def loss_of_logits(output: Any, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of an output's logits, as transformers computes it."""
-    return F.cross_entropy(output.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of logits, as transformers computes it."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Find the loss in the output of a forward; None if it is ambiguous."""
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    loss = getattr(output, "loss", None)
+    if any(isinstance(part, MissingTensor) for part in (loss, *parts)):
+        return MissingTensor()  # stands for one; Step.backward does not look at it
+    scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+    if isinstance(loss, Tensor):
+        return loss
+    return scalars[0] if len(scalars) == 1 else None

@@ -7,6 +7,7 @@ needs its user's word for what it is a mean over.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Literal
 from weakref import ref
 
@@ -62,8 +63,11 @@ class LossCheck:
             CheckError: it is another one.
         """
         signature = signature_of(loss)
-        noted = [forward.noted for forward in micro_batch.shard.passes if forward.noted is not None]
-        if signature in self._known or any(note.is_loss(loss) for note in noted):
+        passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
+        _check_targets(loss, micro_batch, passes)
+        noted = [forward.noted for forward in passes if forward.num_other_targets is None]
+        is_known = signature in self._known and len(noted) == len(passes)
+        if is_known or any(note.is_loss(loss) for note in noted):
             return
         values = [note.value for note in noted if note.value is not None]
         with torch.no_grad():
@@ -88,6 +92,18 @@ class LossCheck:
             "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
             "values, over='tokens')); or say what another loss is a mean over, on this rank: "
             "step.backward(loss, mean_over='targets')"
+        )
+
+
+def _check_targets(loss: Tensor, micro_batch: Any, passes: Sequence[Any]) -> None:
+    """Raise ``CheckError`` if one of the forwards made the loss of labels with another number of targets."""
+    number = next((forward.num_other_targets for forward in passes if forward.noted.is_loss(loss)), None)
+    if number is not None:
+        raise CheckError(
+            f"the model was called with labels that have {number:,} targets, and its micro-batch has "
+            f"{micro_batch.num_targets:,}, by which its loss is weighted in the step; put such labels into the items, "
+            "or make a loss of the logits by micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and "
+            "give it as step.backward(loss, mean_over='step')"
         )
 
 

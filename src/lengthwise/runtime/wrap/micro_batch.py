@@ -13,7 +13,7 @@ from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.targets import IGNORE, masked_targets
-from lengthwise.runtime.train.micro_batch_tensors import feed
+from lengthwise.runtime.train.micro_batch_tensors import feed, with_padding
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
@@ -41,7 +41,7 @@ class MicroBatch:
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
         """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any."""
-        shard.alone = self._alone
+        shard.alone, shard.micro_batch = self._alone, self
         shard.targets_of = lambda: self.targets_by_sequence
 
     @cached_property
@@ -105,11 +105,7 @@ class MicroBatch:
         """
         values, pack, size = torch.as_tensor(whole), self.pack, self._collator.slot_tokens
         if len(values) != self.shard.cu_seqlens[-1] and len(values) * size == sum(pack.lengths):
-            starts = zip(pack.cu_seqlens, pack.lengths)
-            places = [place for start, length in starts for place in range(start // size, (start + length) // size)]
-            values = values.new_zeros(self.shard.cu_seqlens[-1], *values.shape[1:]).index_copy(
-                0, torch.tensor(places, device=values.device), values
-            )
+            values = with_padding(values, pack, num_slots=self.shard.cu_seqlens[-1], slot_tokens=size)
         if len(values) != self.shard.cu_seqlens[-1]:
             raise InputError(
                 f"own() selects of one value for each of the {self.shard.cu_seqlens[-1]:,} slots of a micro-batch; got "
@@ -359,6 +355,11 @@ class MicroBatch:
     def slot_tokens(self) -> int:
         """The number of tokens in a slot."""
         return self._collator.slot_tokens
+
+    @property
+    def ignore_index(self) -> int:
+        """The target of a token without a loss."""
+        return self._collator.ignore_index
 
     @property
     def has_all_targets(self) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -16,22 +15,23 @@ from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
 from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
+from lengthwise.runtime.wrap.completed_calls import CompletedCall
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.deferred_logits import DeferredHead
 from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
-from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS, check_arguments
+from lengthwise.runtime.wrap.forward_arguments import check_arguments
+from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
-from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
+from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_in, loss_of_logits
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.loss_guard import guard_losses
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
@@ -47,11 +47,12 @@ from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
 LossOf = Callable[[Any, MicroBatch], Tensor]
-MakeInputs = Callable[[MicroBatch], dict[str, Any]]
 
 
 class WrappedModel:
     """A model whose forward computes the active micro-batch (:func:`~lengthwise.runtime.wrap.context.active`)."""
+
+    _prepared: PreparedForward | None = None
 
     def __init__(
         self,
@@ -94,23 +95,25 @@ class WrappedModel:
         self.checkpointing = OwnCheckpointing(model, *parts, is_in_layer=lambda: self.layers.is_inside)
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
-        self._prepared: PreparedForward | None = None
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
-        self._balancing = BalancingLosses(model)
+        self._balancing, self._dense = BalancingLosses(model), DenseEmbeddings(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context, is_plain=lambda: self._plain > 0)
         self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
-        self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
+        self._inputs = ForwardInputs(
+            model, self._forward, objective=objective, make=inputs, labels=lambda: self.labels, has_loss=loss is not None,
+            is_hugging_face=self.structure.is_hugging_face,
+            positions=None if by_sequence else StockPositions(model, self._forward, self.layers),
+        )  # fmt: skip
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
             switch.on()
-        self._dense = DenseEmbeddings(model)
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
 
     def _copied(self, memo: Memo) -> None:
@@ -239,87 +242,27 @@ class WrappedModel:
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the forward for a micro-batch."""
-        if self.make_inputs is not None:
-            return self.make_inputs(micro_batch)
-        if self.by_sequence is None:
-            return self._inputs_of_pack(micro_batch)
-        without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
-        return self.stock_inputs_of(micro_batch) | without_cache
-
-    def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        targets = micro_batch.targets_to_shift if self.labels.is_in_module else micro_batch.targets
-        tokens, targets, positions = (x[None] for x in (micro_batch.tokens, targets, micro_batch.positions))
-        if self.structure.is_hugging_face:
-            targets = micro_batch.labels[None]
-            inputs: dict[str, Any] = {"input_ids": tokens, "labels": targets}
-            if self._positions is not None and self._positions.is_argument:
-                inputs["position_ids"] = self._positions.of(micro_batch)[None]
-            if self.objective == NEXT_TOKEN or "use_cache" in signature(self._forward).parameters:
-                inputs["use_cache"] = False
-            if self.objective == NEXT_TOKEN and self.labels.shifts and self.labels.takes_shifted:
-                inputs["shift_labels"] = targets  # by itself it would shift across the ends of shards
-            return inputs | self._passed(micro_batch)
-        parameters = signature(self._forward).parameters
-        inputs = {}
-        for names, value in ((TOKENS, tokens), (TARGETS, targets), (POSITIONS, positions)):
-            if (name := next((name for name in names if name in parameters), None)) is not None:
-                inputs[name] = value
-        if not any(name in inputs for name in TOKENS):
-            raise InputError(
-                f"the forward of {type(self.model).__name__} takes {', '.join(parameters)}; say which is what: "
-                "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
-            )
-        return inputs | self._passed(micro_batch)
-
-    def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """Further columns of the items, as keyword arguments of the forward."""
-        return {name: values[None] for name, values in micro_batch.passed.items()}
+        return self._inputs.of(micro_batch)
 
     @property
     def uses_labels(self) -> bool:
         """Whether this is a transformers model that computes its own loss from ``labels``."""
         return self.structure.is_hugging_face and self.make_inputs is None and self._loss is None
 
-    @property
-    def _takes_cache(self) -> bool:
-        """Whether the forward takes ``use_cache``."""
-        return self.structure.is_hugging_face and "use_cache" in signature(self._forward).parameters
-
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
-        if self.make_inputs is not None:
-            return self.make_inputs(micro_batch)
-        inputs = self._inputs_of_pack(micro_batch)
-        parameters = signature(self._forward).parameters.items()
-        optional = {name for name, parameter in parameters if parameter.default is not parameter.empty}
-        positions = POSITIONS if self.structure.is_hugging_face else optional & set(POSITIONS)
-        added = ("shift_labels", "use_cache", *positions)
-        stock = {name: value for name, value in inputs.items() if name not in added}
-        if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
-            stock["labels"] = micro_batch.unshifted_labels[None]
-        return stock
+        return self._inputs.of_stock_call(micro_batch)
 
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """Return the loss from the output of the forward."""
         if self._loss is not None:
             return cast(Tensor, computed(self._loss(output, micro_batch)))
-        if (loss := self._loss_in(output)) is not None:
+        if (loss := loss_in(output)) is not None:
             return cast(Tensor, computed(loss))
         raise InputError(
             f"{type(self.model).__name__} returns no loss; say how to make one: "
             "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
         )
-
-    def _loss_in(self, output: Any) -> Tensor | None:
-        """Find the loss in the output of the forward; None if it is ambiguous."""
-        parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-        loss = getattr(output, "loss", None)
-        if any(isinstance(part, MissingTensor) for part in (loss, *parts)):
-            return MissingTensor()  # stands for one; Step.backward does not look at it
-        scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
-        if isinstance(loss, Tensor):
-            return loss
-        return scalars[0] if len(scalars) == 1 else None
 
     @errors_spelt(as_option)
     def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -333,24 +276,25 @@ class WrappedModel:
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():
+            call = self._inputs.completed(shard, args, kwargs, is_frozen=self._is_frozen)
             self.layers.begin()
             try:
-                return self._pass(shard, args, kwargs)
+                return self._pass(shard, call)
             finally:
                 self.layers.forget_output()
 
-    def _pass(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
+    def _pass(self, shard: shards.PackShard, call: CompletedCall) -> Any:
         script = shard.script or self.script
         if not torch.is_grad_enabled():
             script = ExchangeScript(calls=script.calls)  # no backward
-        forward = shards.ForwardPass(script=script, begun=shard.num_exchanges)
+        forward = shards.ForwardPass(script=script, begun=shard.num_exchanges, num_other_targets=call.num_targets)
         shard.passes.append(forward)
         try:
             if not shard.has_failed:
                 self._learn_masks(shard)
             if shard.stage_pass is not None:
                 shard.stage_pass.begin()
-            output = None if shard.has_failed else self._compute(shard, args, kwargs)
+            output = None if shard.has_failed else self._compute(shard, call.args, call.kwargs)
         except StageEndError:
             forward.ended = shard.num_exchanges
             return self._outputs.not_computed(shard.num_slots, shard.device)
@@ -367,7 +311,7 @@ class WrappedModel:
         self._outputs.note(output, shard.num_slots)
         guard_losses(output, shard, self, is_gathered=self.layers.gather is not None)
         if not self._is_frozen:
-            loss = None if self.has_own_loss else self._loss_in(output)
+            loss = None if self.has_own_loss else loss_in(output)
             forward.noted = NotedLoss(loss, output if self.has_own_loss and self.keeps_output else None)
         return output
 
@@ -381,8 +325,11 @@ class WrappedModel:
         if self.uses_labels and self.labels.shifts and not self.labels.takes_shifted:
             targets = kwargs.pop("labels", None)
             output = self._compute_shard(shard, args, kwargs)
-            if targets is not None:
-                output["loss"] = loss_of_logits(output, targets)
+            if targets is None:
+                return output
+            if isinstance(output, tuple):  # return_dict=False
+                return loss_of_logits(output[0], targets), *output
+            output["loss"] = loss_of_logits(output.logits, targets)
             return output
         return self._compute_shard(shard, args, kwargs)
 

@@ -1,0 +1,143 @@
+"""The arguments of a prepared model's forward: those that a micro-batch gives, and those of a loop's call of it."""
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.completed_calls import CallCompletion, CompletedCall, LabelUse
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
+from lengthwise.runtime.wrap.label_convention import LabelConvention
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.position_ids import StockPositions
+
+MakeInputs = Callable[[MicroBatch], dict[str, Any]]
+
+
+class ForwardInputs:
+    """What the forward of one model is given."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        *,
+        objective: str,
+        make: MakeInputs | None,
+        labels: Callable[[], LabelConvention],
+        positions: StockPositions | None,
+        is_hugging_face: bool,
+        has_loss: bool,
+    ) -> None:
+        """``forward``: the model's own; ``make``: the user's function for its arguments; ``labels``: the convention of
+        the moment; ``positions``: None where it is computed sequence by sequence; ``has_loss``: whether a function of
+        the user's makes its loss.
+        """
+        self._name, self._objective, self._make, self._convention = type(model).__name__, objective, make, labels
+        self._positions, self._is_by_sequence = positions, positions is None
+        self._is_hugging_face, self._has_own_loss = is_hugging_face, has_loss
+        self._parameters = signature(forward).parameters
+        self._takes_cache = is_hugging_face and "use_cache" in self._parameters
+        self._completion = CallCompletion(forward, self._name)
+
+    def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The arguments for a micro-batch."""
+        if self._make is not None:
+            return self._make(micro_batch)
+        if not self._is_by_sequence:
+            return self._of_pack(micro_batch)
+        without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
+        return self.of_stock_call(micro_batch) | without_cache
+
+    def of_stock_call(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
+        if self._make is not None:
+            return self._make(micro_batch)
+        inputs = self._of_pack(micro_batch)
+        optional = {name for name, parameter in self._parameters.items() if parameter.default is not parameter.empty}
+        positions = POSITIONS if self._is_hugging_face else optional & set(POSITIONS)
+        added = ("shift_labels", "use_cache", *positions)
+        stock = {name: value for name, value in inputs.items() if name not in added}
+        if not self._has_own_loss and self._shifts:
+            stock["labels"] = micro_batch.unshifted_labels[None]
+        return stock
+
+    def completed(
+        self, shard: PackShard, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_frozen: bool
+    ) -> CompletedCall:
+        """A loop's call with what it leaves out of its micro-batch's arguments; ``is_frozen``: it has no loss.
+
+        Raises:
+            InputError: the model would shift its labels across the ends of sequences.
+        """
+        if (micro_batch := shard.micro_batch) is None or shard.has_failed:
+            return CompletedCall(args=args, kwargs=kwargs)
+        inputs = self._of_frozen(micro_batch) if is_frozen else micro_batch.inputs
+        use = self._label_use(inputs)
+        fills = POSITIONS if self._make is not None else tuple(inputs)
+        call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
+        return call.weighed_by_micro_batch() if is_frozen or self._has_own_loss else call
+
+    def _of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        tokens = micro_batch.tokens[None]
+        if self._is_hugging_face:
+            targets = micro_batch.labels[None]
+            inputs: dict[str, Any] = {"input_ids": tokens, "labels": targets} | self._position_argument(micro_batch)
+            if self._objective == NEXT_TOKEN or self._takes_cache:
+                inputs["use_cache"] = False
+            if self._shifts and self._convention().takes_shifted:
+                inputs["shift_labels"] = targets  # by itself it would shift across the ends of shards
+            return inputs | self._passed(micro_batch)
+        targets = (micro_batch.targets_to_shift if self._convention().is_in_module else micro_batch.targets)[None]
+        inputs = {}
+        for names, value in ((TOKENS, tokens), (TARGETS, targets)):
+            if (name := next((name for name in names if name in self._parameters), None)) is not None:
+                inputs[name] = value
+        if not any(name in inputs for name in TOKENS):
+            raise InputError(
+                f"the forward of {self._name} takes {', '.join(self._parameters)}; say which is what: "
+                "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
+            )
+        return inputs | self._position_argument(micro_batch) | self._passed(micro_batch)
+
+    def _of_frozen(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """The arguments beside its tokens for a model that computes beside the one that micro-batches are made for."""
+        inputs: dict[str, Any] = self._position_argument(micro_batch) | self._passed(micro_batch)
+        if self._takes_cache:
+            inputs["use_cache"] = False
+        labels = ("labels", "shift_labels")
+        if self._is_hugging_face and all(name in micro_batch.inputs for name in labels):
+            inputs |= {name: micro_batch.inputs[name] for name in labels}
+        return inputs
+
+    @property
+    def _shifts(self) -> bool:
+        """Whether this is a transformers model that shifts labels by itself."""
+        return self._is_hugging_face and self._objective == NEXT_TOKEN and self._convention().shifts
+
+    def _label_use(self, inputs: dict[str, Any]) -> LabelUse | None:
+        """How the model uses the labels of a call; None: nobody knows, for the user makes its arguments."""
+        if self._make is not None:
+            return None
+        if not self._is_hugging_face:
+            return LabelUse(is_module=True, drops_first=self._convention().is_in_module)
+        return LabelUse(
+            has_two_forms=self._shifts, crosses_ends="shift_labels" in inputs,
+            drops_first=self._shifts and self._is_by_sequence,
+        )  # fmt: skip
+
+    def _position_argument(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """The positions of this rank's slots, if the forward takes them."""
+        if self._is_hugging_face:
+            positions = self._positions
+            return {"position_ids": positions.of(micro_batch)[None]} if positions and positions.is_argument else {}
+        name = next((name for name in POSITIONS if name in self._parameters), None)
+        return {} if name is None else {name: micro_batch.positions[None]}
+
+    def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Further columns of the items, as keyword arguments of the forward."""
+        return {name: values[None] for name, values in micro_batch.passed.items()}
