@@ -53,6 +53,8 @@ class WrappedModel:
     """A model whose forward computes the active micro-batch (:func:`~lengthwise.runtime.wrap.context.active`)."""
 
     _prepared: PreparedForward | None = None
+    next_step = 0
+    """The step that its weights are for, counted by the run."""
 
     def __init__(
         self,
@@ -85,8 +87,7 @@ class WrappedModel:
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels = LabelConvention()
         """The label convention of a transformers model."""
-        self._plain, self.next_step = 0, 0  # the step that its weights are for, counted by the run
-        self._outputs, self.rules = OutputStructure(), CallRules()
+        self._plain, self._outputs, self.rules = 0, OutputStructure(), CallRules()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
@@ -104,10 +105,10 @@ class WrappedModel:
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context, is_plain=lambda: self._plain > 0)
         self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
+        positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._inputs = ForwardInputs(
-            model, self._forward, objective=objective, make=inputs, labels=lambda: self.labels, has_loss=loss is not None,
-            is_hugging_face=self.structure.is_hugging_face,
-            positions=None if by_sequence else StockPositions(model, self._forward, self.layers),
+            model, self._forward, objective=objective, make=inputs, labels=lambda: self.labels, positions=positions,
+            is_hugging_face=self.structure.is_hugging_face, has_loss=loss is not None,
         )  # fmt: skip
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
