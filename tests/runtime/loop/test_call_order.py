@@ -18,7 +18,7 @@ from lengthwise.runtime.loop.call_order import (
 )
 from tests.runtime.train.runs import local_world
 
-BEGIN, UPDATE, LEAVE, SKIP, SAVE, RESUME, ITEMS, SCORE, COUPLE = RankOperation
+BEGIN, UPDATE, LEAVE, SKIP, SAVE, RESUME, ITEMS, SCORE, COUPLE, CLOSE = RankOperation
 
 
 def reports_of(*places, notes=()):
@@ -68,12 +68,13 @@ def test_ranks_that_are_elsewhere_are_told_from_one_another(places, also, said):
 def test_each_operation_has_the_call_that_a_loop_makes():
     assert [operation.call for operation in RankOperation] == [
         "begin of a step", "step.update()", "end of a step that was left", "step.skip()", "run.save()", "run.resume()",
-        "run.step(items)", "run.score(items)", "end of the forwards of a step",
+        "run.step(items)", "run.score(items)", "end of the forwards of a step", "run.close()",
     ]  # fmt: skip
     assert [operation.described(7) for operation in RankOperation] == [
         "began step 7", "called step.update() of step 7", "left step 7 without step.update()",
         "called step.skip() of step 7", "called run.save() before step 7", "called run.resume()",
         "called run.step(items) of step 7", "called run.score(items) before step 7", "computed the forwards of step 7",
+        "called run.close() in step 7",
     ]  # fmt: skip
 
 

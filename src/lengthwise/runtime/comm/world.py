@@ -61,6 +61,11 @@ class DistContext:
         return ClusterSpec.of_devices(self.size, device, devices_per_node=self.ranks_per_node or self.size)
 
     @cached_property
+    def departures(self) -> list[str]:
+        """Why there are no further collectives of these ranks, once one of them has left the others."""
+        return []
+
+    @cached_property
     def offload(self) -> HostOffload:
         """Moves saved tensors of this rank's device to host memory and back."""
         return HostOffload(self.device)

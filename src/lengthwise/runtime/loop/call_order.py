@@ -37,6 +37,7 @@ class RankOperation(IntEnum):
     ITEMS = 7
     SCORE = 8
     COUPLE = 9
+    CLOSE = 10
 
     @property
     def call(self) -> str:
@@ -49,6 +50,7 @@ class RankOperation(IntEnum):
             RankOperation.ITEMS: "run.step(items)",
             RankOperation.SCORE: "run.score(items)",
             RankOperation.COUPLE: "end of the forwards of a step",
+            RankOperation.CLOSE: "run.close()",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -64,6 +66,7 @@ class RankOperation(IntEnum):
             RankOperation.ITEMS: f"called run.step(items) of step {step}",
             RankOperation.SCORE: f"called run.score(items) before step {step}",
             RankOperation.COUPLE: f"computed the forwards of step {step}",
+            RankOperation.CLOSE: f"called run.close() in step {step}",
         }[self]
 
 
@@ -99,6 +102,14 @@ class RankReports:
             places.setdefault(operation.described(step), []).append(rank)
         return places
 
+    def departure_text(self) -> str:
+        """Which rank closed the run, where and why."""
+        rank = self.operations.index(RankOperation.CLOSE)
+        return (
+            f"step {self.steps[rank]}: rank {rank} closed the run {self.notes[rank]}, and no other rank can go on "
+            "without it; mend what ended it there, close the run on every rank, and prepare it again"
+        )
+
     def notes_text(self) -> str:
         """The notes with the ranks that have them; equal ones once."""
         ranks: dict[str, list[int]] = {}
@@ -117,18 +128,25 @@ def sync_ranks(
 
     Raises:
         CommunicationError: some rank does not come within the time limit, or is gone.
+        CheckError: another rank has closed the run, which this one goes on with.
     """
+    if world.departures:
+        raise CheckError(world.departures[0])
     assert len(values) <= NUM_VALUES, "rows of all operations have one size"
     ACTIVITY.begin(operation.call, step=step)
     said = [int(operation), step, len(note), *values, *[0] * (NUM_VALUES - len(values))]
     rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
     notes = gather_json(world, note) if any(row[2] for row in rows) else [""] * len(rows)
-    return RankReports(
+    reports = RankReports(
         operations=tuple(RankOperation(row[0]) for row in rows),
         steps=tuple(row[1] for row in rows),
         values=tuple(tuple(row[3:]) for row in rows),
         notes=tuple(notes),
     )
+    if operation is not RankOperation.CLOSE and RankOperation.CLOSE in reports.operations:
+        world.departures.append(reports.departure_text())
+        raise CheckError(world.departures[0])
+    return reports
 
 
 def bits_of(value: float) -> int:

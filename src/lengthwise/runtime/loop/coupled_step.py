@@ -207,9 +207,10 @@ class CoupledStep(Step):
         self._give_up()
         self.run.push_rest()
 
-    def _place(self) -> str:
+    def place(self) -> str:
+        """Describe how far this rank came, for messages."""
         if self._coupled is not None or self.is_iterated:
-            return super()._place()
+            return super().place()
         return "before the loss of all of its sequences was known, by an error, a break or a continue"
 
     def _give_up(self) -> None:

@@ -370,12 +370,18 @@ class PreparedModel:
         Where weights are gathered layer by layer every rank has to call it; while an error ends this rank's loop,
         others may not, and the weights are left as shares.
         """
+        self._release()
+
+    def _release(self, *, is_together: bool | None = None) -> None:
+        """Do what :meth:`close` does; ``is_together``: whether all ranks do, None: that is not known."""
+        if is_together is not None:
+            self.discard() if is_together else self.state.discard_gradient()
         if self.overlap is not None:
             self.overlap.close()
         self.wrapped_model.layers.overlap = None
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
-        if self.gather is None or sys.exc_info()[0] is None:
+        if self.gather is None or (sys.exc_info()[0] is None if is_together is None else is_together):
             self.restore_weights()
 
     def restore_weights(self) -> None:

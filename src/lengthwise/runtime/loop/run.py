@@ -11,7 +11,7 @@ from torch import nn
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.cut_plan import CutPlan, PlanWithCuts, TreeOf
-from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
+from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
@@ -20,6 +20,7 @@ from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailu
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.checked_stages import CheckedStages, CheckStages
+from lengthwise.runtime.loop.closed_runs import close_together
 from lengthwise.runtime.loop.coupled_step import CoupledStep
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
@@ -33,7 +34,7 @@ from lengthwise.runtime.loop.slice_limits import slice_problem
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
-from lengthwise.runtime.loop.update_reports import failure_text, failures_of
+from lengthwise.runtime.loop.update_reports import failure_text, failures_of, infeasible
 from lengthwise.runtime.loop.watched_model import WatchedModel
 from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
 from lengthwise.runtime.state import checkpoint
@@ -277,7 +278,6 @@ class Run(WatchedModel):
         self.discard()
         failures = failures_of(reports)
         failed = failures[0]
-        pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
         reason = failure_text(step.plan, failed)
         self.note_failure(reason)
         if self.coupling is not None and isinstance(step, CoupledStep) and step.num_kept:
@@ -285,12 +285,7 @@ class Run(WatchedModel):
             self.log_on_first_rank("%s; from now on forwards keep nothing until all are done", reason)
             return
         if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
-            way_out = failed.way_out or "lower max_length or memory_gib, or "
-            raise InfeasibleError(
-                f"{reason}, after {step.attempt + 1} plans; {way_out}use more devices",
-                what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}", value=pack.num_tokens,
-                unit="tokens",
-            )  # fmt: skip
+            raise infeasible(step.plan, failed, reason, num_plans=step.attempt + 1)
         self.on_oom(step, failures)
 
     def note_skipped(self, step: Step) -> None:
@@ -372,11 +367,17 @@ class Run(WatchedModel):
         return self.next_step
 
     def close(self) -> None:
-        """Restore the model as it was before ``prepare``, with current weights."""
+        """Restore the model as it was before ``prepare``, with current weights.
+
+        In the midst of a step, or while an error ends the loop, the other ranks are told, and raise at once. Where
+        weights are gathered layer by layer every rank has to call it; if another does not, they are left as shares.
+        """
+        step, self._step = self._step, None
+        is_together = close_together(self.world, step, next_step=self.next_step, num_steps=self.num_steps)
         self._ahead.close()
         if self._readers is not None:
             self._readers.close()
-        super().close()
+        self._release(is_together=is_together)
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Make the process groups of a plan, in one order on every rank, and start to gather what it computes with.

@@ -322,7 +322,7 @@ class Step:
 
     def leave(self) -> None:
         """Leave the step without an update, as by a ``break``; raise ``CheckError`` if all ranks computed all of it."""
-        place = self._place()
+        place = self.place()
         self.finish_exchanges()
         self.is_over = True
         values, note = (int(self.is_iterated),), f"left it {place}"
@@ -381,8 +381,8 @@ class Step:
         self.run.note_failure(str(error))
         return error
 
-    def _place(self) -> str:
-        """Describe how far this rank came in the step, for messages."""
+    def place(self) -> str:
+        """Describe how far this rank came, for messages."""
         if self.is_iterated:
             return "without step.update()"
         done = sum(shard.is_finished for shard in self._shards.values())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
@@ -104,6 +105,16 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     """Say which rank ran out of memory, and with how many tokens."""
     pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
+
+
+def infeasible(plan: StepPlan, failure: MicroBatchFailure, reason: str, *, num_plans: int) -> InfeasibleError:
+    """The error that ends a run whose step did not fit by any of ``num_plans`` plans."""
+    pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
+    way_out = failure.way_out or "lower max_length or memory_gib, or "
+    return InfeasibleError(
+        f"{reason}, after {num_plans} plans; {way_out}use more devices",
+        what=f"micro-batch {failure.micro_batch} of pipeline {failure.pipeline}", value=pack.num_tokens, unit="tokens",
+    )  # fmt: skip
 
 
 def read_digests(own: Sequence[LoopMicroBatch], shards: Mapping[int, PackShard]) -> list[int]:

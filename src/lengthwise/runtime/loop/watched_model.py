@@ -42,11 +42,10 @@ class WatchedModel(PreparedModel):
         self.num_recompiles = 0
         """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
 
-    def close(self) -> None:
-        """Restore the model as it was before ``prepare``, with current weights."""
+    def _release(self, *, is_together: bool | None = None) -> None:
         self.foreign_optimizers.close()
         self.gradients.hide()
-        super().close()
+        super()._release(is_together=is_together)
 
     def inspect(self) -> tuple[str, int, bool]:
         """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""

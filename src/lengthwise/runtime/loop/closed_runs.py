@@ -1,0 +1,42 @@
+"""Tell the other ranks that this one closes a run before its end, where they would wait for it.
+
+A loop that an error ends, which somebody catches, leaves pushes of gradients and exchanges without their counterpart
+on the other ranks: they would wait, and the next run of this process would get what belongs to the last one.
+"""
+
+import logging
+import sys
+
+from lengthwise.core.errors import CommunicationError
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
+from lengthwise.runtime.loop.step import Step
+
+_log = logging.getLogger("lengthwise")
+
+
+def close_together(world: DistContext, step: Step | None, *, next_step: int, num_steps: int) -> bool | None:
+    """Take part in the rest of the exchanges of ``step`` and say why this rank leaves; None: nobody waits for it.
+
+    Returns whether all ranks close the run here, so that they may go on to close it by collectives.
+    """
+    error = sys.exc_info()[1]
+    is_under_way = step is not None and not step.is_over
+    if world.departures or isinstance(error, CommunicationError):
+        return False
+    if error is not None and not isinstance(error, Exception):
+        return None  # the program is ending, as by Ctrl-C in the midst of an exchange
+    if not is_under_way and (error is None or next_step >= num_steps):
+        return None
+    place = "between two steps"
+    try:
+        if step is not None and is_under_way:
+            place = step.place()
+            step.finish_exchanges()
+            step.is_over = True
+        reason = "" if error is None else f" ({type(error).__name__}: {error})"
+        reports = sync_ranks(world, RankOperation.CLOSE, next_step, note=place + reason)
+    except CommunicationError as lost:
+        _log.warning("run.close() cannot tell the other ranks of it: %s", lost)
+        return False
+    return set(reports.operations) == {RankOperation.CLOSE}
