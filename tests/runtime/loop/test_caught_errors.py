@@ -184,6 +184,7 @@ def check_called_alone(call, folder):
             step.is_over = True
         with pytest.raises(CheckError, match=message):
             call()
+    assert step.is_over, "on every rank, so that none waits in run.close()"
     run.close()
 
 

@@ -284,8 +284,7 @@ class Step:
             state.finish_push()
         loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
         if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
-            message = f"step {self.number}: no token of it has a loss; look at the labels of its sequences"
-            raise self._failed(LengthwiseError(message))
+            raise self._failed(LengthwiseError(f"step {self.number}: no token of it has a loss; look at the labels"))
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         try:
             factor = self._weighing.factor(reports.column(12), num_targets)
@@ -315,8 +314,9 @@ class Step:
         if self.result is not None or self.is_skipped:
             raise CheckError(f"step {self.number} was {'skipped' if self.is_skipped else 'updated'}; nothing to skip")
         self.finish_exchanges()
+        self.is_over = True
         sync_ranks(self.run.world, RankOperation.SKIP, self.number).check_same()
-        self.is_over = self.is_skipped = True
+        self.is_skipped = True
         self.run.discard()
         self.run.note_skipped(self)
 
