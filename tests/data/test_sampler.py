@@ -206,5 +206,7 @@ def test_another_corpus_with_equal_lengths_is_not_resumed():
     first = Sampler(LengthIndex(lengths=lengths, corpus_digest="a" * 32), seed=1, sequences_per_step=4)
     other = Sampler(LengthIndex(lengths=lengths, corpus_digest="b" * 32), seed=1, sequences_per_step=4)
     next(first)
-    with pytest.raises(InputError, match=r"digest: .* in the state, .* here"):
+    with pytest.raises(
+        InputError, match=r"the sequences are others than .*digest \w+ in the state, \w+ here\); resume"
+    ):
         other.load_state_dict(first.state_dict())

@@ -24,12 +24,12 @@ EXACT = 1e-12
 ROWS = [{"input_ids": item["input_ids"]} for item in dataset(8)]
 
 
-def llama():
+def llama(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": models.VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).double()
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, **options)).double()
 
 
 def taking_no_shifted():

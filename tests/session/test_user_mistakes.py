@@ -278,7 +278,7 @@ MODELS = {
     "of pictures": (vit, r"ViTForImageClassification takes pixel_values, and items are rows of token ids"),
     "without layers": (lambda: nn.Linear(3, 3), r"Linear has no nn.ModuleList or nn.Sequential of modules of one"),
     "without a loss": (lambda: gpt2("GPT2Model"), r"GPT2Model returns no loss; say how to make one"),
-    "frozen": (lambda: models.gpt().requires_grad_(False), r"GPT needs trained parameters .*; it trains none"),
+    "frozen": (lambda: models.gpt().requires_grad_(False), r"GPT trains none of its \d+ parameters.*is_trainable=True"),
     "a prompt that is tuned": (
         lambda: wrapped_model("PromptTuningConfig", num_virtual_tokens=4),
         r"adapter 'default' is PROMPT_TUNING, which puts 4 virtual tokens before each sequence",
@@ -287,6 +287,18 @@ MODELS = {
     "an adapter that looks at gradients": (
         lambda: wrapped_model("AdaLoraConfig", target_modules=["c_attn"], total_step=9),
         r"adapter 'default' is ADALORA, which chooses its ranks by gradients",
+    ),
+    "an adapter of sparse tensors": (
+        lambda: wrapped_model("ShiraConfig", r=2, target_modules=["lm_head"]),
+        r"adapter 'default' is SHIRA, .*; use LoRA",
+    ),
+    "an adapter that is activated by tokens": (
+        lambda: wrapped_model("LoraConfig", target_modules=["c_attn"], alora_invocation_tokens=[5, 6]),
+        r"activated LoRA \(alora_invocation_tokens=\[5, 6\]\), .*packing='never' and recompute='none'",
+    ),
+    "an adapter of parameters": (
+        lambda: wrapped_model("LoraConfig", target_modules=[], target_parameters=["lm_head.weight"]),
+        r"adapter 'default' has target_parameters='lm_head.weight': .*; name modules in target_modules",
     ),
     "on two devices": (on_two_devices, r"GPT2LMHeadModel lies on 2 devices \(0, cpu\)"),
     "with more arguments": (Demanding, r"the forward of Demanding fails .* 'temperature'\); say how .* inputs="),

@@ -151,6 +151,12 @@ class Sampler:
             if saved.get(name) != expected.get(name)
         ]
         if wrong:
+            if saved.get("digest") != expected["digest"] and "digest" in saved:
+                raise InputError(
+                    "the sequences are others than those that the run began with, or in another order (digest "
+                    f"{saved['digest']} in the state, {expected['digest']} here); resume with the same data: the same "
+                    "data.index, or the same items, labels and options that say what becomes of long ones"
+                )
             raise InputError(
                 f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings, of which "
                 "none that says what comes when can be changed"

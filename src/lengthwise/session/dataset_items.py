@@ -97,6 +97,10 @@ class DatasetItems:
         return self._last[number]
 
 
+MOST_NAMED = 8
+"""Items whose numbers a message has."""
+
+
 @dataclass
 class _Scan:
     """What reading all items once gives."""
@@ -108,6 +112,8 @@ class _Scan:
     largest: tuple[int, int] = (-1, -1)
     largest_label: tuple[int, int] = (-1, -1)
     num_targets: int = 0
+    without_targets: list[int] = field(default_factory=list)
+    """Numbers of items of which no token has a loss."""
     used: frozenset[str] | None = None
     """Of the first item."""
     has_units: bool = False
@@ -158,6 +164,8 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
             )
         )
     _report(columns, count, len(scan.lengths), scan.has_units, say)
+    if scan.without_targets:
+        _report_without_targets(scan.without_targets, count, say)
     if scan.num_slots:
         _report_shared(sum(scan.lengths), sum(scan.num_slots), columns.expected, say)
     return DatasetItems(
@@ -174,6 +182,16 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         offsets=np.array(scan.offsets, dtype=np.int64) if scan.has_units else None,
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
         attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
+    )
+
+
+def _report_without_targets(numbers: list[int], count: int, say: Callable[[str], None]) -> None:
+    """Say which items teach nothing, by which a step may have no loss at all."""
+    listed = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
+    say(
+        f"{len(numbers):,} of {count:,} items have no token with a loss ({listed}): they are computed and teach "
+        "nothing, and a step of them alone is refused at its update; leave them out of the corpus, or raise "
+        "sequences_per_step or tokens_per_step"
     )
 
 
@@ -202,6 +220,8 @@ def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) ->
     labels = (row.tokens if row.labels is None else row.labels)[~is_first]
     labels = labels[labels != expected.ignore_index]
     scan.num_targets += len(labels)
+    if not len(labels):
+        scan.without_targets.append(number)
     if len(labels) and int(labels.max()) > scan.largest_label[0]:
         scan.largest_label = int(labels.max()), number
 

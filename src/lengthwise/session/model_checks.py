@@ -15,13 +15,16 @@ from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.session.adapter_checks import check_adapters
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _LOOKS = ("pixel_values", "input_values", "input_features")
 """Names of inputs of models that look at pictures or listen."""
 
 
-def check_model(model: Any, *, makes_inputs: bool = False, may_be_compiled: bool = False) -> None:
+def check_model(
+    model: Any, *, makes_inputs: bool = False, may_be_compiled: bool = False, packing: str = "auto"
+) -> None:
     """Raise ``InputError`` if a model is no module, is wrapped, compiled, not there yet, or prepared already."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
@@ -50,7 +53,7 @@ def check_model(model: Any, *, makes_inputs: bool = False, may_be_compiled: bool
             f"{name} lies on {len(places)} devices ({', '.join(sorted(map(str, places)))}), and each rank computes the "
             "whole model on its own: load it without device_map"
         )
-    _check_adapters(model)
+    check_adapters(model, packing=packing)
     hooked = next((key for key, value in model.named_parameters() if _after_accumulation(value)), None)
     if hooked is not None:
         raise InputError(
@@ -129,23 +132,6 @@ def _check_not_wrapped(model: nn.Module, *, may_be_compiled: bool) -> None:
             raise InputError(
                 f"{f'{key} of {name}' if key else name} is compiled, and attention in compiled code cannot be shared "
                 "by ranks: leave compile() out, or say compile=True, which compiles its layers around their attention"
-            )
-
-
-def _check_adapters(model: Any) -> None:
-    """Refuse adapters of peft that put slots before a sequence, or that look at gradients after a step."""
-    for key, config in (getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        if kind == "ADALORA":
-            raise InputError(
-                f"adapter {key!r} is {kind}, which chooses its ranks by gradients after each step, and gradients are "
-                "sharded over ranks; use LoRA or DoRA"
-            )
-        if getattr(config, "is_prompt_learning", False):
-            raise InputError(
-                f"adapter {key!r} is {kind}, which puts {getattr(config, 'num_virtual_tokens', 'some')} virtual tokens "
-                "before each sequence, and packs have no place for them; use LoRA, DoRA, IA3 or another adapter of "
-                "weights"
             )
 
 

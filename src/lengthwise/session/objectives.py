@@ -107,7 +107,7 @@ def _label_limit(model: Any, *, classifies: bool) -> int | None:
     if classifies:
         return int(model.config.num_labels)
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    rows = getattr(head, "out_features", None)
-    if rows is None and head is not None and getattr(head, "weight", None) is not None:
-        rows = head.weight.shape[0]
+    rows, shape = getattr(head, "out_features", None), tuple(getattr(getattr(head, "weight", None), "shape", ()))
+    if len(shape) == 2 and (rows is None or (rows != shape[0] and rows == shape[1])):
+        rows = shape[0]  # of a tied embedding, of which peft's wrapper says that it puts out hidden states
     return None if rows is None else int(rows)

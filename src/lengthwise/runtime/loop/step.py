@@ -20,7 +20,7 @@ from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import order_of_backwards, passing, staged_pipelines
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
-from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
+from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of, without_loss
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
@@ -284,7 +284,7 @@ class Step:
             state.finish_push()
         loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
         if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
-            raise self._failed(LengthwiseError(f"step {self.number}: no token of it has a loss; look at the labels"))
+            raise self._failed(LengthwiseError(without_loss(self.plan)))
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         try:
             factor = self._weighing.factor(reports.column(12), num_targets)

@@ -18,6 +18,10 @@ NUM_DIGESTS = 4
 """Phases whose sequences are compared between the ranks that share them."""
 
 
+MOST_NAMED = 8
+"""Sequences whose numbers a message has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnUpdate:
     """What this rank brings to an update."""
@@ -105,6 +109,18 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     """Say which rank ran out of memory, and with how many tokens."""
     pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
+
+
+def without_loss(plan: StepPlan) -> str:
+    """Say which sequences of a step have no loss between them."""
+    packs = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
+    ids = sorted({sequence for pack in packs for sequence in pack.ids})
+    listed = ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
+    return (
+        f"step {plan.step}: no token of its {len(ids):,} sequences ({listed}) has a loss, for all labels are ignored; "
+        "leave items without labels out of the corpus, raise sequences_per_step or tokens_per_step so that every step "
+        "has some with labels, or catch this error and call step.skip() on every rank"
+    )
 
 
 def infeasible(plan: StepPlan, failure: MicroBatchFailure, reason: str, *, num_plans: int) -> InfeasibleError:

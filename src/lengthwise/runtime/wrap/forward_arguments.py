@@ -18,11 +18,24 @@ def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], nu
     ``num_slots``: those of this rank's share; 0: its arguments are made by a function of the user's.
     """
     _check_hides_nothing(kwargs.get("attention_mask"))
+    _check_keeps_logits(name, kwargs)
     tokens = next((kwargs[key] for key in TOKENS if key in kwargs), args[0] if args else None)
     if num_slots and isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel() % num_slots:
         raise InputError(
             f"{name} was called with {tokens.numel():,} tokens in a micro-batch of which this rank has {num_slots:,}: "
             "there it computes micro_batch.inputs; call it with other tokens in `with run.plain():`"
+        )
+
+
+def _check_keeps_logits(name: str, kwargs: dict[str, Any]) -> None:
+    """Raise ``InputError`` if the last logits of a row are asked for, which is a pack, or labels have no logits."""
+    count = kwargs.get("logits_to_keep")
+    is_number = isinstance(count, int) and count > 0
+    if is_number or (isinstance(count, Tensor) and kwargs.get("labels") is not None):
+        raise InputError(
+            f"{name} was called with logits_to_keep={count if is_number else 'a tensor'}, and a micro-batch is one row "
+            "of several sequences, whose last logits are not those of each, nor as many as there are labels; leave it "
+            "out (logits are computed where they are used), and select from them: output.logits[0][micro_batch.is_last]"
         )
 
 

@@ -65,11 +65,17 @@ class ModelStructure:
                 f"{complex_name} of {type(self.model).__name__} is complex, and gradients and the optimizer's state "
                 "are real numbers: hold it as torch.view_as_real(values); the forward takes torch.view_as_complex of it"
             )
+        if not self.parameters:
+            raise InputError(
+                f"{type(self.model).__name__} trains none of its {len(list(self.model.parameters())):,} parameters: "
+                "requires_grad is False for all of them. Load an adapter with PeftModel.from_pretrained(..., "
+                "is_trainable=True), or call requires_grad_(True) on what is to be trained"
+            )
         names = {parameter.dtype: name for name, parameter in self.parameters.items()}
         if len(names) != 1:
             listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
             raise InputError(
-                f"{type(self.model).__name__} needs trained parameters of one dtype; {listed or 'it trains none'}. "
+                f"{type(self.model).__name__} needs trained parameters of one dtype; {listed}. "
                 "Cast it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
             )
         return next(iter(names))

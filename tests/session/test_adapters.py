@@ -1,0 +1,71 @@
+"""Adapters of peft whose computation depends on their row, or whose modules stand for others."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import copy
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.session.objectives import _label_limit
+from tests.session import models
+from tests.session.columns import OPTIONS, assert_equal, following, gpt2, gradient, learned
+from tests.session.test_partial_calls import llama
+
+
+def test_an_activated_adapter_learns_sequence_by_sequence_what_it_learns_alone():
+    torch.manual_seed(1)
+    options = {"r": 2, "init_lora_weights": False, "alora_invocation_tokens": [5, 6], "fan_in_fan_out": True}
+    config = peft.LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(gpt2(), config).double()
+    rows = [np.array(row) for row in ([1, 2, 5, 6, 3], [5, 6, 7, 4], [8, 5, 6])]
+    expected = gradient(copy.deepcopy(model), rows, [following(row) for row in rows])
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    found = learned(model, rows, packing="never", recompute="none")
+    assert_equal({name: found[name] for name in trained}, {name: expected[name] for name in trained}, 1e-5)
+
+
+def test_a_tied_embedding_that_is_saved_with_an_adapter_has_as_many_labels_as_rows():
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(llama(tie_word_embeddings=True), config)
+    assert _label_limit(model.get_base_model(), classifies=False) == models.VOCAB > model.config.hidden_size
+
+
+@pytest.mark.parametrize("options", [{"logits_to_keep": 3}, {"logits_to_keep": torch.tensor([0, 1])}])
+def test_a_call_that_keeps_some_logits_is_refused_beside_labels(options):
+    model = gpt2()
+    run = lw.prepare(model, [[1, 2, 3, 4], [5, 6, 7], [8, 9]], **OPTIONS)
+    for step in run.steps():
+        for micro_batch in step:
+            with pytest.raises(InputError, match=r"GPT2LMHeadModel was called with logits_to_keep=.*; leave it out"):
+                model(**micro_batch.inputs, **options)
+            break
+        break
+    run.close()
+
+
+def test_items_without_a_loss_are_named_before_the_run_and_where_a_step_has_no_others(capsys):
+    items = [{"input_ids": [1, 2, 3], "labels": [-100] * 3 if number in (2, 3) else [1, 2, 3]} for number in range(6)]
+    run = lw.prepare(
+        gpt2(), items, **OPTIONS | {"sequences_per_step": 2, "steps": 3, "order": "corpus", "verbose": True}
+    )
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "2 of 6 items have no token with a loss (2, 3)" in said
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs).loss)
+        if step.number == 1:
+            with pytest.raises(LengthwiseError, match=r"step 1: no token of its 2 sequences \(2, 3\) has a loss"):
+                step.update()
+            step.skip()
+        else:
+            step.update()
+    assert run.skipped == [1]
+    run.close()
