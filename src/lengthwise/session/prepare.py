@@ -302,8 +302,7 @@ def _read(
     model: nn.Module, corpus: Any, chosen: PrepareOptions, world: DistContext, *, say: Callable[[str], None]
 ) -> tuple[PrepareOptions, str, RunSequences, dict[str, Any]]:
     """The options and the objective, the corpus, and what of it all must be the same on every rank."""
-    makes_inputs = chosen.inputs is not None
-    check_model(model, makes_inputs=makes_inputs, may_be_compiled=chosen.compile, packing=chosen.packing)
+    check_model(model, makes_inputs=bool(chosen.inputs), may_be_compiled=chosen.compile, packing=chosen.packing)
     check_options(model, chosen, world.device)
     expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, CollatedItems))
     sequences = read_sequences(
