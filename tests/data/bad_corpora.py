@@ -124,7 +124,7 @@ TOKENS: dict[str, tuple[bytes, str]] = {
     "negative": (b"[3, -1]", r"a\.jsonl:2: token id -1 is out of range"),
     "2^32": (b"[4294967296]", r"a\.jsonl:2: token id 4294967296 is out of range"),
     "2^64": (b"[18446744073709551616]", r"a\.jsonl:2: token id .* is out of range"),
-    "-2^70": (b"[-1180591620717411303424]", r"a\.jsonl:2: token id -1 is out of range"),
+    "-2^70": (b"[-1180591620717411303424]", r"a\.jsonl:2: token id -1180591620717411303424 is out of range"),
     "empty": (b"[]", r"a\.jsonl:2 is empty"),
     "null": (b"null", r"a\.jsonl:2 is empty"),
 }

@@ -104,12 +104,16 @@ class RanksClaim:
         lock = self._folder.lock(RANKS_LOCK)
         _acquire(lock, wait_s=1.5 * STALE_S if is_restarted else 0.0, ends_if_lost=True)
         self._lock = lock
+        _tokens.clear()
+        _tokens.add(lock.token)
 
     def share(self, world: "DistContext") -> None:
         """Let all ranks know what the first one holds. Every rank calls this."""
         from lengthwise.runtime.comm.objects import broadcast_json
 
-        _tokens.add(broadcast_json(world, self._lock.token if self._lock is not None else ""))
+        token = broadcast_json(world, self._lock.token if self._lock is not None else "")
+        _tokens.clear()
+        _tokens.add(token)
 
     def check(self) -> None:
         """End this process, on any rank, if another run has the folder: to be called before anything is written there.

@@ -126,7 +126,7 @@ def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
         return np.array(value, dtype=np.int64)
     except OverflowError:
         number = brief(max(value, key=abs))
-        raise InputError(f"{where(unit, row)}: {field!r} has {number}, which is no token id") from None
+        raise InputError(f"{where(unit, row)}: token id {number} is out of range") from None
 
 
 def _rows(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:

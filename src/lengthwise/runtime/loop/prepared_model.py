@@ -81,8 +81,7 @@ class PreparedModel:
         master weights, summed gradients and optimizer lie in host memory.
 
         Raises:
-            InputError: FSDP2 shards the model, and its state is to lie elsewhere or to have other gradients; or ranks
-                cannot update different parameters by the optimizer.
+            InputError: FSDP2's state is to be other than FSDP2 has it, or the optimizer couples parameters of ranks.
         """
         state: ShardedState | Fsdp2State
         if fsdp_modules(wrapped_model.model):

@@ -107,7 +107,7 @@ class Validation:
         if state.get("digest", self.digest) != self.digest:
             _log.warning(
                 "the validation set is another one than that of the checkpoint: the lowest loss so far, %s after step "
-                "%s, does not count, and train.patience begins anew", loss, step,
+                "%s, does not count, and patience begins anew", loss, step,
             )  # fmt: skip
             return
         self.best_loss, self.best_step, self.num_worse = math.inf if loss is None else loss, step, worse or 0
