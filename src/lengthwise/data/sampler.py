@@ -155,7 +155,7 @@ class Sampler:
                 raise InputError(
                     "the sequences are others than those that the run began with, or in another order (digest "
                     f"{saved['digest']} in the state, {expected['digest']} here); resume with the same data: the same "
-                    "data.index, or the same items, labels and options that say what becomes of long ones"
+                    "index, or the same items, labels and options that say what becomes of long ones"
                 )
             raise InputError(
                 f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings, of which "
