@@ -244,7 +244,7 @@ def test_batches_of_tokens_beside_a_sampler_and_samplers_of_a_rank_are_refused(r
         ranks(2).run(changed, tmp_path, {}, hook="a rank's share")
 
 
-@pytest.mark.parametrize("order", ["sequential", deep("random")])
+@pytest.mark.parametrize("order", [deep("sequential"), "random"])
 def test_a_dataset_is_told_of_each_epoch(order, ranks, tmp_path):
     options = EPOCHS | {"train_sampling_strategy": order}
     if order == "sequential":
@@ -296,6 +296,7 @@ def test_what_a_callback_changes_counts_from_then_on(kind, tmp_path):
         both(tmp_path / "by steps", options, kind=kind, hook="a schedule by steps")
 
 
+@pytest.mark.deep
 def test_what_a_callback_changed_before_a_checkpoint_counts_after_it(tmp_path):
     options = {"lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 3}
     for kind, hook in (("rate after a step", "a schedule by steps"), ("rate after a step", None), ("scheduler", None)):

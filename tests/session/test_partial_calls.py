@@ -102,7 +102,7 @@ CALLS = {
 BUILDERS = {"GPT-2": gpt2, "Llama": llama, "GPT-2 that takes no shifted labels": taking_no_shifted}
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.deep] * (k != "Llama")) for k in BUILDERS])
 def test_a_call_with_a_part_of_the_inputs_trains_what_the_complete_call_trains(kind):
     expected = train(BUILDERS[kind]())
     for call in CALLS.values():

@@ -104,7 +104,10 @@ def train(family, options):
     return losses, weights_of(model), seen
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("plain", 2), ("llama", 2), ("gpt2", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_ranks"),
+    [pytest.param("plain", 2, marks=pytest.mark.deep), ("llama", 2), pytest.param("gpt2", 3, marks=pytest.mark.deep)],
+)
 def test_planned_slices_train_what_one_device_trains(ranks, family, num_ranks):
     expected_losses, expected = loop_alone(family)
     for losses, weights, seen in ranks(num_ranks).run(train, family, SLICED | {"slices": "auto"}):

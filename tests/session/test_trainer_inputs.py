@@ -41,7 +41,7 @@ def test_adapters_are_trained_saved_and_resumed_as_in_transformers(kind, tmp_pat
     (checkpoint,) = (tmp_path / "False").glob("checkpoint-2")
     theirs = {path.name for path in (tmp_path / "True" / "checkpoint-2").iterdir()}
     saved = {path.name for path in checkpoint.iterdir()}
-    assert saved - {"lengthwise"} == theirs - {"optimizer.pt", "scheduler.pt"}
+    assert saved - {"lengthwise", "schedule.pt"} == theirs - {"optimizer.pt", "scheduler.pt"}
     resumed = train(tmp_path / "resumed", options, resume=str(checkpoint), model=adapter(kind, seed=5))
     assert resumed.state.global_step == 4
     assert_equal_weights({name: trainers.weights_of(resumed.model)[name] for name in found[0]}, found[0])

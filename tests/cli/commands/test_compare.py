@@ -332,6 +332,7 @@ def test_a_policy_with_a_long_name_leaves_room_for_the_numbers(cli, lengths, tmp
     assert rows[0].split()[1:] == rows[1].split()[1:], "no number is cut"
 
 
+FEW_SCHEMES = ("--max-degree", "1", "--max-stages", "1")
 REACH = ["compare", "--reach", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8", "--hbm", "0.3"]
 
 
@@ -348,6 +349,7 @@ def test_reach_ends_between_lengths_that_are_no_multiples_and_below_the_first_on
     assert cluster["policies"][0]["reached"][-1]["length"] in longest
 
 
+@pytest.mark.deep
 def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
     four = [*REACH, "--gpus", "4"]
     code, out, err = cli(*four, "--policies", "static,hydraulis", "--json")
@@ -383,7 +385,7 @@ def test_reach_shows_a_row_a_policy_up_to_a_length_that_is_asked(cli):
         ([*REACH, "--steps", "3"], 2, "--steps is for the lengths of a training"),
         ([*REACH, "--over-length", "drop"], 2, "--over-length is for the lengths of a training"),
         ([*REACH, "--memory-margin", "0.1"], 2, "--memory-margin 0.1 beside --hbm 0.3: plans may fill all of --hbm"),
-        ([*REACH, "--hbm", "0.0001", "--policies", "static"], 3, "no scheme fits"),
+        ([*REACH, "--hbm", "0.0001", "--policies", "static", *FEW_SCHEMES], 3, "no scheme fits"),
     ],
 )
 def test_what_has_no_reach_is_refused(cli, arguments, code, message):
@@ -402,9 +404,8 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
 def test_any_number_of_devices_is_compared(cli):
     """Nodes of eight, the last of which has fewer."""
     given = "compare", "--model", "llama-7b", "--device", "H100-80GB", "--lengths", "commoncrawl", "--steps", "1"
-    document = json.loads(cli(*given, "--gpus", "9,12,21", "--policies", "static,hydraulis,auto", "--json")[1])
-    shapes = ("1x8+1", "1x8+4", "2x8+5")
-    for cluster, shape in zip(document["clusters"], shapes, strict=True):
+    document = json.loads(cli(*given, "--gpus", "9,12", "--policies", "static,hotspa,auto", "--json")[1])
+    for cluster, shape in zip(document["clusters"], ("1x8+1", "1x8+4"), strict=True):
         assert cluster["cluster"] == f"{shape}xH100-80GB"
         speeds = {policy["policy"]: policy["tokens_per_s"] for policy in cluster["policies"]}
         assert speeds["auto"] == max(speeds.values())

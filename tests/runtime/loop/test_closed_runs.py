@@ -35,7 +35,7 @@ def go_until(place, run, *, is_failing=True):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_the_next_run_after_an_error_that_all_ranks_caught_trains_what_one_device_trains(ranks, place, by_layer):
     first, second = plain_loop(num_steps=1), plain_loop()
     for weights, losses, after in ranks(2).run(train_again, place, by_layer):
@@ -59,7 +59,7 @@ def train_again(place, by_layer):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_ranks_hear_at_once_which_one_closed_the_run_where_and_why(ranks, place, by_layer):
     heard = ranks(2).run(close_on_first, place, by_layer)[1]
     where = (

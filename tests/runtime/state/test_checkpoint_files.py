@@ -107,7 +107,11 @@ def test_a_save_killed_at_any_operation_leaves_the_newest_complete_checkpoint_lo
     check_complete(tmp_path / "once", earlier, keep)
 
 
-@pytest.mark.parametrize("earlier", [[2, 3, 4], [4]], ids=["the same step again", "the only one again"])
+@pytest.mark.parametrize(
+    "earlier",
+    [pytest.param([2, 3, 4], marks=pytest.mark.deep), [4]],
+    ids=["the same step again", "the only one again"],
+)
 def test_a_second_save_killed_at_any_operation_after_a_first_still_leaves_it_loadable(tmp_path, earlier):
     scene, first, second = (tmp_path / name for name in ("scene", "first", "second"))
     for step in earlier:

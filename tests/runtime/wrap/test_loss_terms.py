@@ -48,7 +48,7 @@ def test_means_over_slots_of_several_tokens_are_over_slots():
 def test_a_loss_over_no_target_is_compared_with_nothing():
     """A loop may clamp the count that it divides by, where the model divides 0 by 0."""
     noted = SimpleNamespace(value=torch.tensor(float("nan")), output=None, is_loss=lambda loss: False)
-    shard = SimpleNamespace(passes=[SimpleNamespace(noted=noted)], dtype=None)
+    shard = SimpleNamespace(passes=[SimpleNamespace(noted=noted, num_other_targets=None)], dtype=None)
     loss = torch.zeros((), requires_grad=True) * 2.0
     wrapped_model = SimpleNamespace(has_own_loss=False)
     LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0))

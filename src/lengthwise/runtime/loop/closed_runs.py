@@ -7,7 +7,7 @@ on the other ranks: they would wait, and the next run of this process would get 
 import logging
 import sys
 
-from lengthwise.core.errors import CommunicationError
+from lengthwise.core.errors import CheckError, CommunicationError
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.loop.step import Step
@@ -36,7 +36,7 @@ def close_together(world: DistContext, step: Step | None, *, next_step: int, num
             step.is_over = True
         reason = "" if error is None else f" ({type(error).__name__}: {error})"
         reports = sync_ranks(world, RankOperation.CLOSE, next_step, note=place + reason)
-    except CommunicationError as lost:
-        _log.warning("run.close() cannot tell the other ranks of it: %s", lost)
+    except (CommunicationError, CheckError) as refused:  # the latter: it cannot stand in for the rest of its step
+        _log.warning("run.close() cannot tell the other ranks of it: %s", refused)
         return False
     return set(reports.operations) == {RankOperation.CLOSE}
