@@ -98,7 +98,7 @@ RANKS = {
     "sharded gradients": [0],
     "groups of heads": [0],
     "split backwards": [2],
-    "slices": [0, 2],
+    "slices": [2],
 }
 
 
