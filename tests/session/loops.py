@@ -23,7 +23,9 @@ def step_through(run, loss_of=lambda output, micro_batch: output[1]):
     losses, degrees, ids = [], [], []
     for step in run.steps():
         for micro_batch in step:
-            step.backward(loss_of(run.model(**micro_batch.inputs), micro_batch))
+            loss = loss_of(run.model(**micro_batch.inputs), micro_batch)
+            step.backward(loss)
+            loss.detach_()  # as loops do that keep their losses; in stages its backward comes later
         losses.append(step.update().loss)
         held = [p for p in step.plan.pipelines if p.micro_batches]
         degrees.append(sorted({pipeline.scheme.degree for pipeline in held}))

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.runtime.loop import staged_pipeline
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 from tests.runtime.loop import memory_runs
@@ -201,3 +203,13 @@ def test_a_model_called_twice_or_beside_frozen_ones_is_refused_in_stages():
     assert run.stage_problem == "frozen models compute beside it"
     run.frozen_models.clear()
     run.close()
+
+
+def test_what_a_loop_changes_in_place_before_a_backward_is_told_as_that():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    loss = y.sum()
+    y.mul_(2.0)
+    stage = SimpleNamespace(is_last=True, differentiate=loss.backward)
+    with pytest.raises(CheckError, match="changed in place what the backward of an earlier micro-batch needs"):
+        staged_pipeline._differentiate(stage, None)

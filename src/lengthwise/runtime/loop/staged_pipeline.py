@@ -15,6 +15,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from lengthwise.core.errors import CheckError
 from lengthwise.core.pass_order import PassKind
 from lengthwise.core.sliced_passes import is_sliced, slices_of
 from lengthwise.core.step_plan import Pipeline
@@ -268,7 +269,15 @@ def _ignore(layer: int) -> None:
 def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:
     if stage.is_last:
         assert stage.differentiate is not None, "the loop gave a loss"
-        stage.differentiate()
+        try:
+            stage.differentiate()
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise CheckError(
+                "a loop changed in place what the backward of an earlier micro-batch needs: in stages and slices it "
+                "runs after step.backward(loss), when the schedule has it; change a copy"
+            ) from error
     elif stage.output is not None and stage.output.requires_grad and gradient is not None:
         torch.autograd.backward(stage.output, gradient.view(stage.output.shape).to(stage.output.dtype))
 

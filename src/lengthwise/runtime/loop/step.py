@@ -27,7 +27,7 @@ from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.deferred_loss import computed
-from lengthwise.runtime.wrap.loss_backward import backward
+from lengthwise.runtime.wrap.loss_backward import backward, copies_of
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -220,7 +220,7 @@ class Step:
         check_form(loss, len(shard.passes))
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
-        terms = self._weighing.terms(micro_batch, loss, side, mean_over)
+        terms = copies_of(self._weighing.terms(micro_batch, loss, side, mean_over))
         shard.forget_losses()
         # Without a mean over targets, other ranks still need this rank's part of the backward.
         has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")

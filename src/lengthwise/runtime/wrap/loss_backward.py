@@ -1,7 +1,7 @@
 """Start the backward of weighted losses, and of forwards without a loss, so that their collectives are issued."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ def roots_of(output: Any, last_layer: Any) -> Roots:
         if roots:
             return roots
     return ()
+
+
+def copies_of(terms: Sequence[LossTerm]) -> list[LossTerm]:
+    """The terms, with their graphs whatever a loop does to its tensors before the backward, such as ``detach_``."""
+    return [replace(term, value=term.value.clone()) for term in terms]
 
 
 def backward(terms: Sequence[LossTerm], shard: PackShard | None = None, *, scale: float = 1.0) -> None:
