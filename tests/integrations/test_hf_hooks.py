@@ -394,3 +394,19 @@ def test_collators_that_only_pad_are_taken(collate, tmp_path):
     found = trainers.train(tmp_path / "found", SGD | options, data_collator=collate)
     plain = trainers.train(tmp_path / "plain", SGD | options)
     assert_equal_weights(trainers.weights_of(found.model), trainers.weights_of(plain.model))
+
+
+def test_a_sampler_that_fails_on_one_rank_is_told_on_all(ranks):
+    first, other = ranks(2).run(drawn_on_rank)
+    assert "list gives item 99, and items are 0 to 4" in first and "the sampler of another rank failed" in other
+
+
+def drawn_on_rank():
+    import torch.distributed as dist
+
+    from lengthwise.integrations.hf_epochs import SampledOrder
+
+    items = [0, 1] if dist.get_rank() else [0, 99]
+    with pytest.raises(InputError) as error:
+        SampledOrder(items, num_items=5, device=torch.device("cpu"))(0)
+    return str(error.value)

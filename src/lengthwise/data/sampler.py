@@ -16,6 +16,19 @@ _SCHEMA_VERSION = 2
 _PLACE = ("epoch", "position", "step")
 
 
+def batch_of(lengths: LengthIndex, ids: np.ndarray, *, step: int, objective: str) -> GlobalBatch:
+    """The global batch of the sequences of these ``ids``, with what is known of their lengths."""
+    targets, attention_lengths = lengths.targets, lengths.attention_lengths
+    return GlobalBatch(
+        step=step,
+        ids=tuple(ids.tolist()),
+        lengths=tuple(lengths.lengths[ids].tolist()),
+        objective=objective,
+        targets=None if targets is None else tuple(targets[ids].tolist()),
+        attention_lengths=None if attention_lengths is None else tuple(attention_lengths[ids].tolist()),
+    )
+
+
 class Sampler:
     """An endless iterator of global batches.
 
@@ -65,15 +78,7 @@ class Sampler:
     def __next__(self) -> GlobalBatch:
         self._arrange_epoch()
         ids = self._ids[self._position : self._ends[self._number]]
-        targets, attention_lengths = self._lengths.targets, self._lengths.attention_lengths
-        batch = GlobalBatch(
-            step=self._step,
-            ids=tuple(ids.tolist()),
-            lengths=tuple(self._lengths.lengths[ids].tolist()),
-            objective=self._objective,
-            targets=None if targets is None else tuple(targets[ids].tolist()),
-            attention_lengths=None if attention_lengths is None else tuple(attention_lengths[ids].tolist()),
-        )
+        batch = batch_of(self._lengths, ids, step=self._step, objective=self._objective)
         self._advance()
         return batch
 

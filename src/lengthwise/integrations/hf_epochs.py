@@ -17,6 +17,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.order import make_order
+from lengthwise.data.sampler import batch_of
 from lengthwise.runtime.comm.collectives import gather_rows
 
 _PLACE = ("epoch", "position", "step")
@@ -67,9 +68,8 @@ class SampledOrder:
             self._items, problem = self._draw()
             self._num_drawn += 1
             digest = -1 if problem else zlib.crc32(self._items.tobytes())
-            if problem or -1 in (
-                digests := gather_rows(torch.tensor([digest], device=self._device)).flatten().tolist()
-            ):
+            digests = gather_rows(torch.tensor([digest], device=self._device)).flatten().tolist()
+            if -1 in digests:
                 raise InputError(problem or "the sampler of another rank failed")
             if len(set(digests)) > 1:
                 raise InputError(
@@ -128,14 +128,7 @@ class EpochBatches:
             self._items = self._draw(self.epoch)
         end = min(self._size, self.position + self._sequences_per_step)
         ids = self._items[self.position : end] + self.epoch * self._stride
-        targets = self._lengths.targets
-        batch = GlobalBatch(
-            step=self.step,
-            ids=tuple(ids.tolist()),
-            lengths=tuple(self._lengths.lengths[ids].tolist()),
-            objective=self._objective,
-            targets=None if targets is None else tuple(targets[ids].tolist()),
-        )
+        batch = batch_of(self._lengths, ids, step=self.step, objective=self._objective)
         self.position, self.step = end, self.step + 1
         if end == self._size:
             self.epoch, self.position, self._items = self.epoch + 1, 0, None

@@ -223,3 +223,14 @@ def train(
     _fails_at.clear()
     run.close()
     return losses, told, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def check_recovery(ranks, num_ranks, run, *arguments, **options) -> None:  # type: ignore[no-untyped-def]
+    """Run :func:`train`, by ``run`` of ``arguments``, where all ranks run out of memory once, at each place in turn."""
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]:
+        fails = dict.fromkeys(range(num_ranks), (place,))
+        for losses, told, weights in ranks(num_ranks).run(run, *arguments, 1, fails, **options):
+            assert told, place
+            torch.testing.assert_close(losses, expected[0], rtol=0, atol=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)

@@ -159,15 +159,7 @@ SHAPES = [(2, 1, 2), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in
 
 @pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)
 def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages):
-    expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
-    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
-        fails = dict.fromkeys(range(num_ranks), (place,))
-        for losses, told, weights in ranks(num_ranks).run(
-            slicing_all, memory_runs.train, degree, 1, fails, stages=stages
-        ):
-            assert told, place
-            assert losses == pytest.approx(expected[0], abs=1e-10)
-            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+    memory_runs.check_recovery(ranks, num_ranks, slicing_all, memory_runs.train, degree, stages=stages)
 
 
 @pytest.mark.parametrize(

@@ -104,15 +104,7 @@ def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, train
     ],
 )
 def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, degree, stages, by_layer):
-    expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
-    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
-        fails = dict.fromkeys(range(num_ranks), (place,))
-        for losses, told, weights in ranks(num_ranks).run(
-            memory_runs.train, degree, 1, fails, stages=stages, by_layer=by_layer
-        ):
-            assert told, place
-            assert losses == pytest.approx(expected[0], abs=1e-10)
-            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+    memory_runs.check_recovery(ranks, num_ranks, memory_runs.train, degree, stages=stages, by_layer=by_layer)
 
 
 @pytest.mark.parametrize(
