@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.one_f_one_b import PassTimes, least_stages, pipeline_end_s, run_stages
+from lengthwise.core.one_f_one_b import (
+    PassTimes,
+    least_stages,
+    least_stages_in_any_order,
+    most_weights_in,
+    pipeline_end_s,
+    run_stages,
+)
 from lengthwise.core.pass_order import PassKind
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.zero_bubble import filled_end_s, filled_orders, stage_times
@@ -72,6 +79,16 @@ def test_a_split_pipeline_ends_no_later_than_1f1b_and_no_earlier_than_its_bound(
     forwards = [3 + scheme.num_recomputed / LAYERS] * len(times_s)
     assert end_s <= pipeline_end_s(times_s, forwards, scheme.num_stages) * (1 + 1e-9)
     assert sum(times_s) + (least_stages(scheme) - 1) * times_s[0] <= end_s * (1 + 1e-9)
+
+
+@given(packs(), st.randoms())
+def test_a_split_pipeline_in_any_order_ends_no_earlier_than_its_bound(case, rng):
+    scheme, times, times_s = case
+    order = rng.sample(range(len(times_s)), len(times_s))
+    shuffled = PassTimes(*([of_pass[k] for k in order] for of_pass in times))
+    least_s = sum(times_s) + (least_stages_in_any_order(scheme) - 1) * max(times_s)
+    alone_s = (1 + (scheme.num_stages - 1) * (1 - most_weights_in(scheme.recompute))) * max(times_s)
+    assert max(least_s, alone_s) <= filled_end_s(shuffled, scheme.num_stages) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])

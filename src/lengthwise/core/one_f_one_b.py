@@ -57,6 +57,20 @@ def least_stages(scheme: PipelineConfig) -> float:
     return 1 + (scheme.num_stages - 1) * certain
 
 
+def least_stages_in_any_order(scheme: PipelineConfig) -> float:
+    """Stages S' with which W + (S' - 1) x bounds a pipeline of whole micro-batches, x the longest, wherever it comes.
+
+    The last stage is done with x's backward no earlier than with all passes before it. The gradient goes up the stages
+    in S - 1 backwards of x, and the first stage has left by then all that comes after x but the forwards of the S - 1
+    micro-batches behind it, none longer than x's. So (S - 1) times what a backward is longer than a forward is certain.
+    Where backwards are split, passes for gradients of weights may fill that, too. Slices are issued longest first.
+    """
+    if scheme.slices > 1:
+        return least_stages(scheme)
+    certain = 0.0 if scheme.zero_bubble else 1 - 2 / forwards_in(scheme.recompute)
+    return 1 + (scheme.num_stages - 1) * certain
+
+
 def most_weights_in(recompute: Sequence[bool]) -> float:
     """The largest share of a micro-batch's seconds that gradients of weights can take: where all is products.
 

@@ -92,14 +92,14 @@ def filled_orders(times: PassTimes, num_stages: int) -> tuple[tuple[Pass, ...], 
     return tuple(map(tuple, fastest.orders))
 
 
-def filled_end_s(times: PassTimes, num_stages: int) -> float:
-    """Seconds from the first forward to the last pass; see :func:`filled_orders`."""
-    return min(filling.end_s for filling in _fillings(times, num_stages))
+def filled_end_s(times: PassTimes, num_stages: int, *, excesses: Sequence[float] = EXCESSES) -> float:
+    """Seconds from the first forward to the last pass by the best of ``excesses``; see :func:`filled_orders`."""
+    return min(filling.end_s for filling in _fillings(times, num_stages, excesses))
 
 
-def _fillings(times: PassTimes, num_stages: int) -> list["_Filling"]:
+def _fillings(times: PassTimes, num_stages: int, excesses: Sequence[float] = EXCESSES) -> list["_Filling"]:
     of_stages = [stage_times(times, stage) for stage in range(num_stages)]
-    return [_Filling(of_stages, excess) for excess in EXCESSES]
+    return [_Filling(of_stages, excess) for excess in excesses]
 
 
 class _Filling:

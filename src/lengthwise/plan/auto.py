@@ -45,7 +45,9 @@ from lengthwise.plan.space.draft_plan import DraftPlan
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.parts import FEW_DEVICES, holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.ramped_packs import may_ramp, ramped
 from lengthwise.plan.space.shared_work import shared_work, work_shares
+from lengthwise.plan.space.sliced_packs import counted_otherwise
 from lengthwise.plan.space.split_backwards import SplitBackwards, with_whole_backwards
 from lengthwise.plan.uniform.tune import tuning_batches
 
@@ -72,6 +74,8 @@ LEARNED_BATCHES, LEARNED_SEQUENCES = 4, 6000
 """Typical batches at most, and sequences of them all, whose plans tell which strategies of the corpus are promising."""
 FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
+MOST_RAMPED, RAMP_S = 3, 0.02
+"""Most plans of which ramps are tried, and about the seconds that takes."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
 NEARLY, NEARLY_SLICED = 1.03, 1.15
@@ -98,7 +102,8 @@ class AutoPolicy:
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
         self.local = LocalSequences(problem.candidates if problem.local_sequences else ())
-        self.bound = SearchSpaceBound(problem, (*self.candidates, *self.local.candidates), any_recompute=True)
+        searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
+        self.bound = SearchSpaceBound(problem, searched, any_recompute=True, in_any_order=True)
         self.runs, self.split_backwards = FastestRuns(self.candidates), SplitBackwards(self.candidates)
         self.others = others
         self.parts = parts_of(problem.candidates)
@@ -157,6 +162,7 @@ class AutoPolicy:
             drafts += _repacked(priced, drafts)
         drafts = self._improved(priced, drafts)
         drafts += self.split_backwards.faster(priced, drafts)
+        drafts += _ramped(priced, drafts, bound_s)
         drafts += self.local.faster(priced, drafts)
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
@@ -298,6 +304,19 @@ def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) ->
         if draft_s <= near_s
     ]
     return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
+
+
+def _ramped(
+    priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], bound_s: float
+) -> list[tuple[DraftPlan, float]]:
+    """The draft plans that are nearly the fastest with packs that grow and shrink again, and their seconds."""
+    least_s, options = _least_s(drafts), list[tuple[DraftPlan, float]]()
+    for draft, draft_s in sorted(drafts, key=lambda draft: draft[1]):
+        if draft_s > least_s * NEARLY or len(options) == MOST_RAMPED:
+            break
+        if may_ramp(priced, draft) and _search_share(priced) * (draft_s - bound_s) > RAMP_S:
+            options.append(ramped(priced, draft))
+    return options
 
 
 def _unpadded(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:

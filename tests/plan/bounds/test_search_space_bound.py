@@ -13,6 +13,7 @@ from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.sliced_packs import counted_otherwise
 from tests.examples import examples
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
@@ -60,8 +61,12 @@ def arrangements(draw):
             draw(st.sampled_from(open_packs)).append(position)
         else:
             packs.append([position])
+    in_order = draw(st.booleans())
     made = tuple(
-        tuple(PipelineDraft(candidate=k, ranks=r, packs=tuple(map(tuple, packs))) for k, r, packs in phase)
+        tuple(
+            PipelineDraft(candidate=k, ranks=r, packs=tuple(map(tuple, packs)), is_in_order=in_order)
+            for k, r, packs in phase
+        )
         for phase in phases
     )
     return PricedBatch(problem, make_batch(lengths)), DraftPlan(phases=made)
@@ -71,14 +76,14 @@ def arrangements(draw):
 @given(arrangements())
 def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
     priced, draft = case
-    problem = priced.problem
-    bound = SearchSpaceBound(problem, problem.candidates)
+    problem, in_any_order = priced.problem, draft.phases[0][0].is_in_order
+    bound = SearchSpaceBound(problem, problem.candidates, in_any_order=in_any_order)
     times_s = step_times_s(priced, draft)
     assert bound.of(priced.lengths) <= bound(priced) <= times_s[0] * (1 + 1e-9)
     assert bound.step_s(priced) <= sum(times_s) * (1 + 1e-9)
     for levels in ((0, 4), (0, 2, 4)):
         coarse = [candidate for candidate in problem.candidates if candidate.scheme.num_recomputed in levels]
-        of_levels = SearchSpaceBound(problem, coarse, any_recompute=True)
+        of_levels = SearchSpaceBound(problem, coarse, any_recompute=True, in_any_order=in_any_order)
         assert of_levels.of(priced.lengths) <= of_levels(priced) <= times_s[0] * (1 + 1e-9)
         assert of_levels.step_s(priced) <= sum(times_s) * (1 + 1e-9)
 
@@ -189,7 +194,8 @@ def test_no_plan_with_slices_is_faster_than_the_bound(lengths, stages, num_slice
     alone, whole = sorted(problem.candidates, key=lambda candidate: candidate.num_stages)
     cut = whole.in_slices(num_slices)
     problem = replace(problem, candidates=(alone, whole, cut))
-    priced, bound = PricedBatch(problem, make_batch(lengths)), SearchSpaceBound(problem, problem.candidates)
+    priced = PricedBatch(problem, make_batch(lengths))
+    bound = SearchSpaceBound(problem, (*problem.candidates, *counted_otherwise(problem.candidates)))
     packs = [[] for _ in range(stages + 1)]
     for position in rng.sample(range(len(lengths)), len(lengths)):
         fitting = [pack for pack in packs if sum(lengths[k] for k in pack) + lengths[position] <= 1200]

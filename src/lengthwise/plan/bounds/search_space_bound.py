@@ -20,8 +20,9 @@ its pipeline has until T at N_h of the seconds by which it then ends later. So T
 Where passes hide a part of the update, u_k is what no pass can hide. What a pass hides is no longer than itself, so no
 step takes less than an update that nothing hides, either: that of the scheme where it is least.
 
-Pipelines of several stages are taken to issue their longest micro-batch first, and to recompute as many layers in all
-of their micro-batches, as those of every policy here do. In another order one can end sooner than this bound says.
+Pipelines of several stages are taken to issue their longest micro-batch first, as those of every policy but `auto` do,
+and to recompute as many layers in all of their micro-batches. Where whole micro-batches come in any order, B_k is only
+what a backward is longer than a forward (``least_stages_in_any_order``), and all that the longest waits for can hide W.
 
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows. Where micro-batches are cut into
 slices, that of the longest has all that the scheme has, and their overhead; others may be whole.
@@ -60,10 +61,22 @@ class SearchSpaceBound:
     """The lower bound of one search space, tabulated over lengths for schemes alike in devices, stages and update."""
 
     def __init__(
-        self, problem: PlanningProblem, candidates: Sequence[Candidate], *, any_recompute: bool = False
+        self,
+        problem: PlanningProblem,
+        candidates: Sequence[Candidate],
+        *,
+        any_recompute: bool = False,
+        in_any_order: bool = False,
     ) -> None:
-        """``any_recompute``: plans also use candidates that recompute any number of layers between those of two."""
-        self._problem = problem
+        """Tabulate what candidates take.
+
+        Args:
+            problem: the cluster, and how pipelines are timed.
+            candidates: the search space.
+            any_recompute: plans also use candidates that recompute any number of layers between those of two.
+            in_any_order: pipelines may issue the longest micro-batch at any place.
+        """
+        self._problem, self._in_any_order = problem, in_any_order
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
         groups: dict[tuple[int, int, int, float], list[Candidate]] = {}
         for candidate in candidates:
@@ -72,6 +85,8 @@ class SearchSpaceBound:
         self._updates_s = np.array([update_s for *_, update_s in groups])
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
         self._devices = np.array([devices for devices, *_ in groups])
+        is_late = [in_any_order and stages > 1 and slices == 1 for _, stages, slices, _ in groups]
+        self._shares = np.where(is_late, 0.0, BACKWARD_SHARE)
         shape = len(groups), len(self._grid)
         self._tables = tuple(np.full(shape, np.inf) for _ in TABLES)
         for row, members in enumerate(groups.values()):
@@ -96,13 +111,16 @@ class SearchSpaceBound:
         """What ``_Sequences`` calls by the names of ``TABLES``, in their order."""
         grid, num_slices = self._grid[columns], candidate.scheme.slices
         times_s = (candidate.in_slices(1) if num_slices > 1 else candidate).times_s(grid)
-        per_sequence, stages = self._problem.overhead_per_sequence, self._problem.bounding_stages(candidate)
+        per_sequence, stages = self._problem.overhead_per_sequence, self._bounding_stages(candidate)
         slice_s = candidate.overhead_s / num_slices
         work_s = times_s + (slice_s if per_sequence else slice_s * grid / pack_tokens)
         longest_s = work_s + (num_slices - 1) * slice_s
         alone_s, bubble_s = times_s + candidate.overhead_s, (stages - 1.0) * (times_s + slice_s)
         least_s, drained_s = longest_s + (stages - 1.0) * alone_s, candidate.alone_stages * longest_s
         return candidate.num_devices * work_s, candidate.alone_stages * alone_s, bubble_s, least_s, drained_s
+
+    def _bounding_stages(self, candidate: Candidate) -> float:
+        return self._problem.bounding_stages(candidate, in_any_order=self._in_any_order)
 
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.
@@ -157,6 +175,7 @@ class SearchSpaceBound:
             num_devices=self._problem.num_devices,
             counts=counts.astype(np.float64),
             devices=self._devices,
+            shares=self._shares,
             **{name: table[:, columns] for name, table in zip(TABLES, self._tables)},
         )
 
@@ -170,6 +189,8 @@ class _Sequences:
     """[C]"""
     devices: np.ndarray
     """[G] of a pipeline."""
+    shares: np.ndarray
+    """[G] of the work of others on the longest one's pipeline, what none of its waits can hide at least."""
     device_s: np.ndarray
     """[G, C] device-seconds per stage, with a share of the overhead; inf where it does not fit."""
     alone_s: np.ndarray
@@ -184,7 +205,7 @@ class _Sequences:
 
     def under(self, groups: np.ndarray) -> "_Sequences":
         """The sequences under some groups of schemes alone, given as a mask [G]."""
-        tables = {name: getattr(self, name)[groups] for name in ("devices", *TABLES)}
+        tables = {name: getattr(self, name)[groups] for name in ("devices", "shares", *TABLES)}
         return _Sequences(num_devices=self.num_devices, counts=self.counts, **tables)
 
     @cached_property
@@ -238,20 +259,22 @@ class _Sequences:
         others have forwards for what the longest waits for.
         """
         drained_s, least_s = float(self.drained_s[host, -1]), float(self.least_s[host, -1])
-        num_devices, cheap_s = float(self.devices[host]), max(0.0, drained_s - least_s) / (1 - BACKWARD_SHARE)
-        room_s = np.array([min(cheap_s, max(0.0, time_s - drained_s) / BACKWARD_SHARE), max(0.0, time_s - least_s)])
+        num_devices, share = float(self.devices[host]), float(self.shares[host])
+        cheap_s = max(0.0, drained_s - least_s) / (1 - share)
+        until_s = max(0.0, time_s - drained_s) / share if share else np.inf
+        room_s = np.array([min(cheap_s, until_s), max(0.0, time_s - least_s)])
         room_s[1] = room_s[1] if room_s[1] > cheap_s else room_s[0]
         elsewhere = np.minimum(self._least_devices(time_s), 2.0 * self.num_devices)
         others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
         beside = self.device_s[host] / time_s
         total = float(elsewhere @ others) + num_devices * max(drained_s, least_s) / time_s
-        fitting = np.isfinite(beside) & (others > 0) & (elsewhere > BACKWARD_SHARE * beside)
+        fitting = np.isfinite(beside) & (others > 0) & (elsewhere > share * beside)
         elsewhere, beside, others = elsewhere[fitting], beside[fitting], others[fitting]
         needed_s = beside * others * time_s / num_devices
         order = np.argsort(-elsewhere / beside, kind="stable")
         ends_s = np.cumsum(needed_s[order])
         parts = np.clip((room_s[:, None] - ends_s) / needed_s[order] + 1, 0.0, 1.0)
-        prices = np.array([[BACKWARD_SHARE], [1.0]]) * beside[order]
+        prices = np.array([[share], [1.0]]) * beside[order]
         saved = np.maximum(0.0, elsewhere[order] - prices) * others[order]
         return total - float((saved * np.diff(parts, axis=0, prepend=0.0)).sum())
 

@@ -17,7 +17,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s, time_s
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
-from lengthwise.plan.space.sliced_packs import smaller_packs, with_fewer_slices
+from lengthwise.plan.space.sliced_packs import counted_otherwise, smaller_packs, with_fewer_slices
 
 SLICES_OF_PACKS = (0.25, 0.5, 1.0, 2.0)
 """Slices, as large as those of the longest sequence, that packs of short ones may have in place of many."""
@@ -90,17 +90,29 @@ class FastestRuns:
 
 
 def _in_fewer_slices(priced: PricedBatch, pipeline: PipelineDraft, best_s: float) -> PipelineDraft:
-    """The pipeline, or one whose short sequences are in smaller packs of fewer slices, if that is faster."""
-    best, candidate = pipeline, pipeline.candidate
-    times_s, tokens = priced.times_s(candidate), np.array(priced.batch.lengths)
-    for num_slices in (None, *SLICES_OF_PACKS):
-        packs = pipeline.packs if num_slices is None else smaller_packs(candidate, pipeline.packs, times_s, num_slices)
-        works_s = np.array([times_s[list(pack)].sum() for pack in packs])
-        runs = with_fewer_slices(candidate, works_s, np.array([tokens[list(pack)].sum() for pack in packs]))
-        option = replace(pipeline, packs=packs, runs=runs)
-        if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
-            best, best_s = option, time_s
+    """The pipeline, or one with other slices of the longest sequence and its short ones in smaller packs of fewer
+    slices, if that is faster.
+    """
+    longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
+    best = pipeline
+    for candidate in (pipeline.candidate, *counted_otherwise([pipeline.candidate])):
+        for num_slices in (None, *SLICES_OF_PACKS) if candidate.max_tokens >= longest else ():
+            option = _cut(priced, replace(pipeline, candidate=candidate), num_slices)
+            if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
+                best, best_s = option, time_s
     return best
+
+
+def _cut(priced: PricedBatch, pipeline: PipelineDraft, num_slices: float | None) -> PipelineDraft:
+    """The pipeline with slices that are as large as those of its longest pack, its short sequences in packs of
+    ``num_slices`` of them.
+    """
+    candidate = pipeline.candidate
+    times_s, tokens = priced.times_s(candidate), np.array(priced.batch.lengths)
+    packs = pipeline.packs if num_slices is None else smaller_packs(candidate, pipeline.packs, times_s, num_slices)
+    works_s = np.array([times_s[list(pack)].sum() for pack in packs])
+    runs = with_fewer_slices(candidate, works_s, np.array([tokens[list(pack)].sum() for pack in packs]))
+    return replace(pipeline, packs=packs, runs=runs)
 
 
 def _that_may_beat(

@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError, Setting
-from lengthwise.core.one_f_one_b import forwards_in, least_stages, most_weights_in
+from lengthwise.core.one_f_one_b import forwards_in, least_stages, least_stages_in_any_order, most_weights_in
 from lengthwise.core.pipeline_config import (
     Method,
     PipelineConfig,
@@ -65,6 +65,11 @@ class Candidate:
     def least_stages(self) -> float:
         """Stages with which a flow shop bounds a pipeline; see ``lengthwise.core.one_f_one_b.least_stages``."""
         return least_stages(self.scheme)
+
+    @cached_property
+    def least_stages_in_any_order(self) -> float:
+        """The same for packs in any order; see ``lengthwise.core.one_f_one_b.least_stages_in_any_order``."""
+        return least_stages_in_any_order(self.scheme)
 
     @cached_property
     def flow_stages(self) -> float:

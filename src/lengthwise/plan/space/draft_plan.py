@@ -24,6 +24,8 @@ class PipelineDraft:
     """Tokens that each pack's sequences are padded to; empty: none is."""
     rows: int = 0
     """Sequences that each padded pack is laid out as, the last ones of padding alone; 0: as many as it has."""
+    is_in_order: bool = False
+    """Whether packs are issued in the order in which they are here; else as ``issue_order`` says."""
 
 
 Phase = tuple[PipelineDraft, ...]

@@ -239,8 +239,8 @@ def _phase_time(
     for pipeline, times_s in zip(phase, all_times_s):
         flow_s = sum(times_s) + (pipeline.candidate.num_stages - 1) * max(times_s, default=0.0)
         most_s.append(flow_s * MIXED_RECOMPUTE if pipeline.runs else flow_s)
-        if pipeline.candidate.scheme.slices > 1:
-            most_s[-1] = inf  # where memory is short, slices wait for one another
+        if pipeline.candidate.scheme.slices > 1 or pipeline.is_in_order:
+            most_s[-1] = inf  # where memory is short, slices wait for one another; a flow shop begins with the longest
     objective, slowest_s, cover_s, end_s = priced.problem.objective, 0.0, 0.0, 0.0
     for number in sorted(range(len(phase)), key=lambda number: -most_s[number]):
         is_no_later = most_s[number] <= slowest_s and most_s[number] + moved_s[number] <= end_s
@@ -257,15 +257,18 @@ def issue_order(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[floa
     """The numbers of a pipeline's packs in the order of a plan's micro-batches: the longest first.
 
     Of a pipeline of one stage, which takes as long in any order, the longest comes last where passes hide updates: the
-    last backward is longer than the first forward, and more bytes are pushed beneath it than pulled.
+    last backward is longer than the first forward, and more bytes are pushed beneath it than pulled. Packs that are in
+    order stay in it.
     """
+    if pipeline.is_in_order:
+        return list(range(len(times_s)))
     ids, packs = priced.batch.ids, pipeline.packs
     order = sorted(range(len(times_s)), key=lambda k: (-times_s[k], [ids[i] for i in packs[k][:1]]))  # ids differ
     is_last_longest = pipeline.candidate.num_stages == 1 and hides_updates(priced.problem.cost)
     return [*order[1:], *order[:1]] if is_last_longest else order
 
 
-def _moved_s(
+def moved_times_s(
     priced: PricedBatch,
     phase: Phase,
     all_times_s: list[list[float]],
@@ -343,7 +346,7 @@ def step_times_of(
         moved_s = [0.0] * len(phase)
         if parts is not None and number in (0, last):
             ends = {"is_first": number == 0, "is_last": number == last}
-            moved_s = _moved_s(priced, phase, all_times_s, parts, **ends)
+            moved_s = moved_times_s(priced, phase, all_times_s, parts, **ends)
         phases.append(_phase_time(priced, phase, all_times_s, moved_s))
     phases_s = sum(phase.time_s for phase in phases)
     if parts is not None:

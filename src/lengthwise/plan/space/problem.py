@@ -96,9 +96,13 @@ class PlanningProblem:
             families.setdefault(candidate.family, []).append(candidate)
         return {family: tuple(sorted(members, key=lambda k: -k.max_tokens)) for family, members in families.items()}
 
-    def bounding_stages(self, candidate: Candidate) -> float:
-        """The stages of a flow shop that ends no later than a pipeline of ``candidate`` with the same packs."""
-        return candidate.least_stages if self.objective is Objective.FLOW_SHOP else candidate.num_stages
+    def bounding_stages(self, candidate: Candidate, *, in_any_order: bool = False) -> float:
+        """The stages of a flow shop that ends no later than a pipeline of ``candidate`` with the same packs, the
+        longest first or in any order.
+        """
+        if self.objective is not Objective.FLOW_SHOP:
+            return candidate.num_stages
+        return candidate.least_stages_in_any_order if in_any_order else candidate.least_stages
 
     def flow_stages(self, candidate: Candidate) -> float:
         """The stages of a flow shop that takes about as long as a pipeline of ``candidate``."""

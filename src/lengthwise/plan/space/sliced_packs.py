@@ -25,6 +25,8 @@ class Slices(StrEnum):
 
 SLICE_COUNTS = (4, 16, 64)
 """Slices of every micro-batch that schemes may have."""
+COUNTS_BETWEEN = {4: (8,), 16: (8, 32), 64: (32,)}
+"""Other numbers of slices that plans try in place of each of these."""
 COMPARED_BATCHES = 8
 """Typical batches at most for whose longest sequence schemes with slices are compared with those without."""
 PAYS = 0.01
@@ -56,6 +58,15 @@ def in_slices(candidates: Iterable[Candidate]) -> list[Candidate]:
         replace(candidate, scheme=replace(candidate.scheme, slices=count))
         for candidate in candidates
         for count in (SLICE_COUNTS if can_slice(candidate.scheme) else ())
+    ]
+
+
+def counted_otherwise(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates with numbers of slices that plans try in place of theirs, and searches do not know."""
+    return [
+        candidate.in_slices(count)
+        for candidate in candidates
+        for count in COUNTS_BETWEEN.get(candidate.scheme.slices, ())
     ]
 
 
