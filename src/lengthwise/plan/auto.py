@@ -157,15 +157,25 @@ class AutoPolicy:
                     drafts.append((draft, draft_s))
                     best_s = min(best_s, draft_s)
         assert drafts, "some policy holds every sequence that the search space holds"
-        drafts += _unpadded(priced, drafts)
-        if len(priced.lengths) <= FEW_REPACKED and _search_share(priced) * (best_s - bound_s) > REPACK_S:
+        drafts = self._refined(priced, drafts, bound_s)
+        best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
+        return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
+
+    def _refined(
+        self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], bound_s: float
+    ) -> list[tuple[DraftPlan, float]]:
+        """The draft plans, and faster ones of the same pipelines: packs dealt anew, run otherwise, in another order."""
+        drafts = [*drafts, *_unpadded(priced, drafts)]
+        may_gain_s = _search_share(priced) * (_least_s(drafts) - bound_s)
+        is_repacked = len(priced.lengths) <= FEW_REPACKED and may_gain_s > REPACK_S
+        if is_repacked:
             drafts += _repacked(priced, drafts)
         drafts = self._improved(priced, drafts)
         drafts += self.split_backwards.faster(priced, drafts)
-        drafts += _ramped(priced, drafts, bound_s)
-        drafts += self.local.faster(priced, drafts)
-        best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
-        return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
+        drafts += (in_ramps := _ramped(priced, drafts, bound_s))
+        if is_repacked and in_ramps:
+            drafts += _repacked(priced, in_ramps)
+        return drafts + self.local.faster(priced, drafts)
 
     def _improved(
         self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]

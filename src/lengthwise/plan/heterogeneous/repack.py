@@ -60,16 +60,19 @@ def _faster(
 
 
 def _moves(packs: Packs) -> Iterator[Packs]:
-    """The packs with one sequence in a pack of its own, or in another pack."""
+    """The packs with one sequence in a pack of its own, first or last, or in another pack, and with one pack later."""
     for number, pack in enumerate(packs):
-        others = [*packs[:number], *packs[number + 1 :]]
         for position in pack:
             rest = tuple([other for other in pack if other != position])
+            left = [*packs[:number], *([rest] if rest else []), *packs[number + 1 :]]
             if rest:
-                yield (*others, rest, (position,))
-            for target in range(len(others)):
-                joined = (*others[:target], (*others[target], position), *others[target + 1 :])
-                yield (*joined, rest) if rest else joined
+                yield (*left, (position,))
+                yield ((position,), *left)
+            for target in range(len(left)):
+                if not rest or target != number:
+                    yield (*left[:target], (*left[target], position), *left[target + 1 :])
+        if number:
+            yield (*packs[: number - 1], pack, packs[number - 1], *packs[number + 1 :])
 
 
 def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
