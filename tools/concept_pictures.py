@@ -110,6 +110,27 @@ def zero_bubble() -> str:
     return document(parts, width=WIDTH, height=128, label="Five micro-batches on three stages that split backwards")
 
 
+def ramp() -> str:
+    """The same work on four stages in equal micro-batches and in a ramp."""
+    parts, unit, y, stages = [], 12.5, 12, 4
+    equal, growing = [3.0] * 8, [0.9, 1.5, 2.5, 4.1, 4.1, 4.0, 3.7, 3.2]
+    for title, times_s in (("equal micro-batches", equal), ("in a ramp", growing)):
+        times = PassTimes([time_s / 3 for time_s in times_s], [2 * time_s / 3 for time_s in times_s])
+        parts.append(words(title, 12, y + 15, class_="name"))
+        of_stages = run_stages([times] * stages)
+        end_s = max(passes[-1].end_s for passes in of_stages)
+        for stage, passes in enumerate(of_stages):
+            parts += [row(f"stage {stage + 1}", y + 22), box(LEFT, y + 22, end_s * unit, 22, "wait")]
+            for start_s, end_of_pass_s, number, kind in passes:
+                width = (end_of_pass_s - start_s) * unit
+                name = f"{number + 1}" if width > 14 else ""
+                parts.append(box(LEFT + start_s * unit, y + 22, width - 0.7, 22, ("compute", "update")[kind], name))
+            y += 26
+        y += 34
+    parts.append(words("blue: forwards, green: backwards; grey: waits", LEFT, y, class_="tick"))
+    return document(parts, width=WIDTH, height=int(y) + 14, label="Equal micro-batches and a ramp on four stages")
+
+
 def slices() -> str:
     """A long sequence and six short ones on three stages: whole, and with the long one in six slices."""
     parts, unit, y = [], 8.5, 12
@@ -187,7 +208,7 @@ def strategy() -> str:
     return document(parts, width=WIDTH, height=148, label="A group of four ranks beside two single ranks in one step")
 
 
-PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, zero_bubble, slices, strategy, pull_and_push)
+PARALLEL = (sequence_parallel, tensor_parallel, pipeline_parallel, ramp, zero_bubble, slices, strategy, pull_and_push)
 DRAWN = (packing, accumulation, checkpointing, *PARALLEL)
 PICTURES = {draw.__name__.replace("_", "-"): draw for draw in DRAWN}
 
