@@ -68,7 +68,7 @@ class Candidate:
 
     @cached_property
     def least_stages_in_any_order(self) -> float:
-        """The same for packs in any order; see ``lengthwise.core.one_f_one_b.least_stages_in_any_order``."""
+        """Stages with which one bounds a pipeline of packs in any order; see ``least_stages_in_any_order``."""
         return least_stages_in_any_order(self.scheme)
 
     @cached_property
