@@ -10,10 +10,13 @@ micro-batches, and whole within a backward, beside what plans reckon with.
 """
 
 import argparse
+import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import geometric_mean
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from lengthwise.cost.gradient_reduction import whole_units
 from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.weight_shards import held_params
 from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.auto import AutoPolicy
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 
 MODELS = ("llama-7b", "llama-13b", "llama-32b", "llama-66b")
@@ -38,7 +42,7 @@ MOVES = {
     "slices": {"slices": "none"},
     "split backwards": {"zero_bubble": "none"},
 }
-"""Each move and the options without it."""
+"""Each move and the options without it; ramps are no option."""
 ABLATED = ("llama-7b", "llama-13b", "llama-32b")
 SPEC = replace(model_preset("llama-mini"), tied_embeddings=False)
 
@@ -78,24 +82,31 @@ def print_plans(models: list[str], gpus: list[int], corpora: list[str], steps: i
                 )
 
 
+def without_ramps() -> AbstractContextManager[object]:
+    """A context in which `auto` tries no ramps."""
+    return patch.object(sys.modules[AutoPolicy.__module__], "MOST_RAMPED", 0)
+
+
 def print_ablation(models: list[str], gpus: list[int], corpora: list[str], steps: int) -> None:
     """How many times as long steps take without each move, without all, and under tuned `static` without all."""
-    names = [*(f"without {name}" for name in MOVES), "without all", "static without all"]
+    names = [*(f"without {name}" for name in MOVES), "without ramps", "without all", "static without all"]
     print(f"| model | H100s | lengths | all moves | {' | '.join(names)} |\n" + "| --- " * (4 + len(names)) + "|")
     every = {name: value for options in MOVES.values() for name, value in options.items()}
-    ways = [*MOVES.values(), every, every | {"policy": "static"}]
+    ways = [({}, True), *((options, True) for options in MOVES.values()), ({}, False), (every, False)]
+    ways += [(every | {"policy": "static"}, False)]
     ratios: list[list[float]] = []
     for count in gpus:
         tokens = max(int(count * TOKENS_PER_DEVICE), 2 * GIANT)
         for model in models:
             for corpus in corpora:
                 seconds = []
-                for options in ({}, *ways):
-                    plans = lengthwise.plan(
-                        lengths_of(corpus, tokens), model=model, cluster=f"{count // 8}x8xH100-80GB", steps=steps,
-                        tokens_per_step=None if corpus == "githubcode" else tokens,
-                        **options,
-                    )  # fmt: skip
+                for options, has_ramps in ways:
+                    with nullcontext() if has_ramps else without_ramps():
+                        plans = lengthwise.plan(
+                            lengths_of(corpus, tokens), model=model, cluster=f"{count // 8}x8xH100-80GB", steps=steps,
+                            tokens_per_step=None if corpus == "githubcode" else tokens,
+                            **options,
+                        )  # fmt: skip
                     seconds.append(sum(plan.time_s for plan in plans) / steps)
                 ratios.append([other_s / seconds[0] for other_s in seconds[1:]])
                 cells = " | ".join(f"{ratio:.3f}x" for ratio in ratios[-1])
