@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError
 from lengthwise.session.objectives import _label_limit
 from tests.session import models
 from tests.session.columns import OPTIONS, assert_equal, following, gpt2, gradient, learned
@@ -51,7 +51,7 @@ def test_a_call_that_keeps_some_logits_is_refused_beside_labels(options):
     run.close()
 
 
-def test_items_without_a_loss_are_named_before_the_run_and_where_a_step_has_no_others(capsys):
+def test_items_without_a_loss_are_named_before_the_run_and_a_step_of_no_others_is_skipped(capsys):
     items = [{"input_ids": [1, 2, 3], "labels": [-100] * 3 if number in (2, 3) else [1, 2, 3]} for number in range(6)]
     run = lw.prepare(
         gpt2(), items, **OPTIONS | {"sequences_per_step": 2, "steps": 3, "order": "corpus", "verbose": True}
@@ -61,11 +61,10 @@ def test_items_without_a_loss_are_named_before_the_run_and_where_a_step_has_no_o
     for step in run.steps():
         for micro_batch in step:
             step.backward(run.model(**micro_batch.inputs).loss)
-        if step.number == 1:
-            with pytest.raises(LengthwiseError, match=r"step 1: no token of its 2 sequences \(2, 3\) has a loss"):
-                step.update()
-            step.skip()
-        else:
-            step.update()
-    assert run.skipped == [1]
+        before = [weight.clone() for weight in run.model.parameters()]
+        result = step.update()
+        assert result.is_skipped == (step.number == 1)
+        same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
+        assert same == result.is_skipped
+    assert (run.ledger.updates, run.ledger.skipped_sequences) == (2, 2)
     run.close()

@@ -1,6 +1,7 @@
 """What ranks bring to the update of a step, and what comes of it; ranks are rows here, and none communicates."""
 
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.runtime.loop import update_reports
 from lengthwise.runtime.loop.call_order import NUM_VALUES, RankOperation, RankReports, bits_of, float_of
-from lengthwise.runtime.loop.loop_ledger import num_planned
+from lengthwise.runtime.loop.loop_ledger import MOST_WITHOUT_LOSS, LoopLedger, num_planned
 from lengthwise.runtime.loop.loss_weighing import Uses
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.update_reports import NUM_DIGESTS
@@ -42,7 +43,8 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     batch = GlobalBatch(step=3, ids=tuple(range(len(LENGTHS))), lengths=LENGTHS, objective=EVERY_TOKEN)
     plan = replace(plan_of(batch, groups_of(num_phases, given.get("shared", 0)), 1), lr_factor=FACTOR)
     run = mock.Mock(
-        world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
+        world=SimpleNamespace(rank=0, size=2, is_first=True, device=torch.device("cpu")), ledger=LoopLedger(),
+        readers=None, counts_targets=False,
         collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), clip_norm=clip_norm,
         lr=given.get("lr", lambda step: LR), overlap=None,
     )  # fmt: skip
@@ -125,8 +127,26 @@ def test_shares_of_means_over_the_step_are_added_with_the_factor_of_the_gradient
     assert step_of(monkeypatch, {TARGETS: 0}, num_targets=1).update().loss == 60.0
 
 
+def test_a_step_without_a_loss_is_skipped_with_a_warning_and_many_in_a_row_end_the_run(monkeypatch, caplog):
+    ledger = LoopLedger(without_loss=MOST_WITHOUT_LOSS - 2)
+    step = step_of(monkeypatch, {}, num_targets=0, loss=0.0)
+    step.run.ledger = ledger
+    result = step.update()
+    assert result.is_skipped and (result.loss, result.grad_norm) == (0.0, 0.0)
+    assert re.search(r"step 3: no token of its \d+ sequences .* has a loss.*it is skipped", caplog.text)
+    step.run.discard.assert_called_once_with()
+    step.run.finish.assert_called_once_with(step)
+    assert not step.run.state.step.called and not step.run.pull_weights.called
+    again = step_of(monkeypatch, {}, num_targets=0, loss=0.0)
+    again.run.ledger = LoopLedger.of(ledger.state_dict())
+    with pytest.raises(LengthwiseError, match=r"step 3: no token .* has a loss.* as in the 9 steps before it"):
+        again.update()
+    with_loss = step_of(monkeypatch, {})
+    with_loss.run.ledger = ledger
+    assert not with_loss.update().is_skipped and ledger.without_loss == 0
+
+
 REFUSED = {
-    "no loss": ({}, {"num_targets": 0}, LengthwiseError, r"no token of its \d+ sequences .* has a loss"),
     "not finite": ({}, {"loss": math.nan}, LengthwiseError, "loss nan and gradient norm 2.0 are not both finite"),
     "an infinite norm": ({}, {"norm": math.inf}, LengthwiseError, "loss 3.0 and gradient norm inf are not both"),
     "left": (

@@ -7,6 +7,9 @@ from typing import Any
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.wrap.collator import PackCollator
 
+MOST_WITHOUT_LOSS = 10
+"""Steps in a row without a loss at which a run ends."""
+
 
 @dataclass(kw_only=True)
 class LoopLedger:
@@ -25,9 +28,16 @@ class LoopLedger:
     repeated_tokens: int = 0
     """Tokens that were computed more than once, because units that share prefixes were cut in parts."""
     skipped_steps: int = 0
-    """Steps that ``step.skip()`` left out, or whose scaled gradients overflowed."""
+    """Steps that ``step.skip()`` left out, whose scaled gradients overflowed, or of which no token has a loss."""
     skipped_sequences: int = 0
     skipped_tokens: int = 0
+    without_loss: int = 0
+    """The last steps in a row of which no token has a loss."""
+
+    def may_go_on(self, *, has_loss: bool) -> bool:
+        """Whether training goes on, as not too many steps in a row have no loss; the next step calls this once."""
+        self.without_loss = 0 if has_loss else self.without_loss + 1
+        return self.without_loss < MOST_WITHOUT_LOSS
 
     def count(self, plan: StepPlan, collator: PackCollator, *, is_skipped: bool) -> None:
         """Take the sequences of a step that is over, which ``collator`` makes of its packs."""

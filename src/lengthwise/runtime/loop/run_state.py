@@ -14,6 +14,7 @@ from lengthwise.runtime.loop.call_order import RankReports
 from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.loop_gradients import LoopGradients
+from lengthwise.runtime.loop.loop_ledger import LoopLedger
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.workers import ItemReaders
 from lengthwise.runtime.state.layer_gather import LayerGather
@@ -82,6 +83,7 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
     gradients: LoopGradients
     loss_check: LossCheck
     unprepared: UnpreparedModels
+    ledger: LoopLedger
     counts_targets: bool
     seen_scripts: tuple[ExchangeScript, ...]
     lr: Callable[[int], float]

@@ -8,22 +8,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop import shared_gradients
-from lengthwise.runtime.loop.call_order import RankOperation, RankReports, float_of, sync_ranks
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
-from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
+from lengthwise.runtime.loop.loss_weighing import Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, scripts_of
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import order_of_backwards, passing, staged_pipelines
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
-from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of, without_loss
+from lengthwise.runtime.loop.step_update import result_of
+from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
+from lengthwise.runtime.train.execute_step import StepResult
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.deferred_loss import computed
@@ -255,7 +256,7 @@ class Step:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
 
         None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew. A result that
-        ``is_skipped``: scaled gradients overflowed, and the loss scale falls.
+        ``is_skipped``: scaled gradients overflowed, and the loss scale falls; or no token has a loss.
 
         Raises:
             CheckError: micro-batches are left, another rank left the step, or ranks have come apart; nothing of the
@@ -282,22 +283,10 @@ class Step:
         with self.clock.span(SpanKind.UPDATE, "push"):
             run.push_late(reports.column(14))
             state.finish_push()
-        loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
-        if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
-            raise self._failed(LengthwiseError(without_loss(self.plan)))
-        # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
-        try:
-            factor = self._weighing.factor(reports.column(12), num_targets)
-        except InputError as error:
-            raise self._failed(InputError(f"step {self.number}: {error.marked}")) from None
-        norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0]
-        mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
-            figures = {"loss": mean, "norm": norm, "lr": lr, "clip_norm": run.clip_norm, "factor": factor}
-            repeated = run.collator.repeated_tokens
             try:
-                self.result = update_or_skip(state, self.number, **figures, advice=ADVICE_IN_LOOPS, repeated=repeated)
-            except DivergedError as error:
+                self.result = result_of(run, self.plan, self._weighing, reports, lr=lr)
+            except LengthwiseError as error:
                 raise self._failed(error) from None
             (run.discard if self.result.is_skipped else run.pull_weights)()
         run.finish(self)

@@ -9,7 +9,7 @@ from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
-from lengthwise.runtime.loop.loop_ledger import num_planned
+from lengthwise.runtime.loop.loop_ledger import MOST_WITHOUT_LOSS, num_planned
 from lengthwise.runtime.loop.loss_weighing import Weighing
 from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch
 from lengthwise.runtime.wrap.context import PackShard
@@ -111,15 +111,17 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
-def without_loss(plan: StepPlan) -> str:
-    """Say which sequences of a step have no loss between them."""
+def without_loss(plan: StepPlan, *, is_skipped: bool = False) -> str:
+    """Say which sequences of a step have no loss between them, and that it is skipped or what helps."""
     packs = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
     ids = sorted({sequence for pack in packs for sequence in pack.ids})
     listed = ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
+    said = f"step {plan.step}: no token of its {len(ids):,} sequences ({listed}) has a loss, for all labels are ignored"
+    if is_skipped:
+        return f"{said}; it is skipped: weights and optimizer stay as they are"
     return (
-        f"step {plan.step}: no token of its {len(ids):,} sequences ({listed}) has a loss, for all labels are ignored; "
-        "leave items without labels out of the corpus, raise sequences_per_step or tokens_per_step so that every step "
-        "has some with labels, or catch this error and call step.skip() on every rank"
+        f"{said}, as in the {MOST_WITHOUT_LOSS - 1} steps before it; leave items without labels out of the corpus, or "
+        "raise sequences_per_step or tokens_per_step so that steps have some with labels"
     )
 
 
