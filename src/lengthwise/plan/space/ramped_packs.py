@@ -32,13 +32,13 @@ from lengthwise.plan.space.draft_times import (
 )
 from lengthwise.plan.space.problem import PricedBatch
 
-FIRST, LAST, STEEPER = (1.0, 0.5, 0.25, 0.15, 0.1), (1.0, 0.7, 0.5, 0.35), (1.0, 0.7, 1.5)
+FIRST, LAST, STEEPER = (1.0, 0.5, 0.25, 0.15, 0.1), (1.0, 0.85, 0.7, 0.5), (0.7, 1.0, 1.3, 1.6)
 """Work of the first and of the last pack beside that of the largest, and how steeply packs grow."""
-TIMES_AS_MANY = (1.0, 0.8, 1.25, 1.6)
+TIMES_AS_MANY = (1.0, 0.8, 0.65, 1.25, 1.6)
 """Packs, beside how many there were."""
-ROUNDS = 2
-"""How often each of these three is tried, the others being as they were best."""
-TRIED = 2
+USUAL = {"first": 0.25, "last": 0.7, "steeper": 1.3}
+"""Where the search for a ramp begins."""
+TRIED = 4
 """Ramps that are tried with the sequences themselves."""
 USUAL_EXCESS = 0.5
 """The rule for weight passes by which ramps are compared; see ``lengthwise.core.zero_bubble``."""
@@ -139,18 +139,14 @@ class _Ramps:
         return best
 
     def _that_seem_fastest(self) -> list[Ramp]:
-        """A few ramps, the fastest first: numbers and sizes of packs are tried in turn."""
+        """A few ramps, the fastest first: each of its figures is tried, the others as they were best, twice."""
         num_packs = [max(1, round(len(self._pipeline.packs) * times)) for times in TIMES_AS_MANY]
-        best, seconds = Ramp(num_packs[0], first=FIRST[2]), dict[Ramp, float]()
-        for _ in range(ROUNDS):
-            for options in (
-                [replace(best, num_packs=count) for count in num_packs],
-                [replace(best, first=first) for first in FIRST],
-                [replace(best, last=last) for last in LAST],
-                [replace(best, steeper=power) for power in STEEPER],
-            ):
-                seconds |= {ramp: self._ideal_s(ramp) for ramp in options if ramp not in seconds}
-                best = min(options, key=lambda ramp: seconds[ramp])
+        best, seconds = Ramp(num_packs[0], **USUAL), dict[Ramp, float]()
+        values = {"num_packs": num_packs, "first": FIRST, "last": LAST, "steeper": STEEPER}
+        for name in (*values, *values):
+            options = [replace(best, **{name: value}) for value in values[name]]  # type: ignore[arg-type]
+            seconds |= {ramp: self._ideal_s(ramp) for ramp in options if ramp not in seconds}
+            best = min(options, key=lambda ramp: seconds[ramp])
         return sorted((ramp for ramp in seconds if seconds[ramp] < inf), key=lambda ramp: seconds[ramp])[:TRIED]
 
     def _ideal_s(self, ramp: Ramp) -> float:
