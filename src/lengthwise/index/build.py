@@ -21,11 +21,10 @@ from lengthwise.index.build_part import PartJob, part_path
 from lengthwise.index.chats import open_chat_encoder
 from lengthwise.index.index_info import TOKENIZER_FILES
 from lengthwise.index.merge_parts import assemble
-from lengthwise.index.readers.documents_reader import holds_tokens
 from lengthwise.index.row_fields import RowFields, row_fields
 from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
 from lengthwise.index.settings import IndexSettings, differences, fingerprint
-from lengthwise.index.source_file import Format, WorkUnit
+from lengthwise.index.source_file import Format
 from lengthwise.index.sources import Sources
 from lengthwise.index.store import INDEX_FILES, read_info
 from lengthwise.index.tokenizers import EOS_OF_TRAINED, TokenizerSpec, file_digest, find_tokenizer, parse_kmer
@@ -87,7 +86,7 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         return BuiltIndex(info=_up_to_date(out, request, mark), was_up_to_date=True, num_resumed_units=0)
     units = split_units(sources, unit_bytes=settings.unit_bytes_of(sources))
     field = fields.field
-    spec = _tokenizer_spec(settings, sources, units, fields=fields, parts=out / "parts", eos_token=eos_token)
+    spec = _tokenizer_spec(settings, sources, fields=fields, parts=out / "parts", eos_token=eos_token)
     parts = _claim(out, request, mark)
     job = PartJob(
         parts=str(parts),
@@ -167,19 +166,18 @@ def _digest_beside(settings: IndexSettings, tokenizer_file: Path | None, sources
 def _tokenizer_spec(
     settings: IndexSettings,
     sources: Sources,
-    units: list[WorkUnit],
     *,
     fields: RowFields,
     parts: Path,
     eos_token: str,
 ) -> TokenizerSpec:
-    path, field = str(parts / "tokenizer.json"), fields.field
+    path = str(parts / "tokenizer.json")
     if fields.chat:
         append_eos = settings.append_eos and fields.is_plain
         return TokenizerSpec(kind="huggingface", path=path, eos_token=eos_token, append_eos=append_eos)
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
-    if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field, limits=settings.limits)):
-        field_words = f" (field {field!r})" if field else ""
+    if sources.format is Format.NPY or fields.holds_tokens:
+        field_words = f" (field {fields.field!r})" if fields.field else ""
         holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{field_words}"
         if chosen:
             raise InputError(f"{sources.label} holds {holding}, there is no text to encode; leave {chosen} out")

@@ -168,12 +168,17 @@ def _without_loss(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) ->
         return batch._replace(loss_mask=mask)
     file, row = map(int, batch.origins[int(np.argmin(has_loss))])
     if not job.drop_empty:
-        why = "there is no turn of the assistant" if job.fields.chat else f"{job.fields.loss_field!r} leaves all out"
+        why = "there is no turn of the assistant" if job.fields.chat else f"{_loss_columns(job)}"
         place = where(unit, row, file=file)
         raise InputError(f"{place} has no token with a loss: {why}; remove it, or pass --on-empty drop")
     tally.intake.add("no_loss", unit.files[file].name, count=int((~has_loss).sum()))
     stays = np.repeat(has_loss, batch.lengths)
     return _Batch(batch.flat[stays], batch.lengths[has_loss], batch.origins[has_loss], mask[stays])
+
+
+def _loss_columns(job: PartJob) -> str:
+    names = job.fields.beside.loss
+    return f"{' and '.join(map(repr, names))} leave{'s' if len(names) == 1 else ''} all out"
 
 
 def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
@@ -184,14 +189,14 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
         yield _length_batch(unit, tally)
         return
     if job.tokenizer.kind == "tokens":
-        for rows in read_token_rows(unit, field=job.fields.field, loss_field=job.fields.loss_field, limits=job.limits):
+        for rows in read_token_rows(unit, field=job.fields.field, first_row=job.fields.beside, limits=job.limits):
             tally.num_rows = rows.first_row + rows.num_rows
             if rows.large:
                 tally.intake.documents += 1
                 _pass_over(job, unit, Document(0, rows.first_row, b"", "large", rows.large), tally)
                 continue
-            tally.intake.documents += len(rows.lengths)
-            numbers = rows.first_row + np.arange(len(rows.lengths))
+            numbers = rows.first_row + np.arange(len(rows.lengths)) if rows.row_numbers is None else rows.row_numbers
+            tally.intake.documents += len(np.unique(numbers))
             origins = np.stack([np.zeros_like(numbers), numbers], axis=1)
             yield _Batch(rows.flat, rows.lengths, origins, _mask_of(job, rows))
         return
@@ -223,7 +228,7 @@ def _chat_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batc
 
 def _mask_of(job: PartJob, rows: TokenRows) -> np.ndarray | None:
     """The loss mask of rows of tokens; an empty row, such as a blank line, has an empty one."""
-    if job.fields.loss_field and rows.loss_mask is None:
+    if job.fields.beside.loss and rows.loss_mask is None:
         return np.empty(0, dtype=bool)
     return rows.loss_mask
 

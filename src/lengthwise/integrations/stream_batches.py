@@ -5,9 +5,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lengthwise.core.column_names import TOKENS
 from lengthwise.core.errors import InputError
 from lengthwise.data.rng import raw_stream
-from lengthwise.session.item_columns import TOKENS
 from lengthwise.session.item_values import is_mapping
 from lengthwise.session.sequence_units import members_of
 

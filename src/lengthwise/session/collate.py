@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.batch import BatchStream
+from lengthwise.core.column_names import LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.session.collated_together import mixed_column
-from lengthwise.session.item_columns import LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.session.item_values import as_array
 from lengthwise.session.sequence_units import members_of
 

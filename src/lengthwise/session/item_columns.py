@@ -6,23 +6,16 @@ import numpy as np
 import torch
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
+from lengthwise.core.column_names import LABELS, LOSS_MASKS, PADDING, POSITIONS, PROMPT_MASK, TOKENS
 from lengthwise.core.errors import InputError
-from lengthwise.index.readers.document import LOSS_MASKS
+from lengthwise.index.packed_rows import sequence_bounds
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS as POSITION_ARGUMENTS
 from lengthwise.runtime.wrap.forward_arguments import TARGETS as TARGET_ARGUMENTS
 from lengthwise.runtime.wrap.forward_arguments import TOKENS as TOKEN_ARGUMENTS
 from lengthwise.session.item_values import ExpectedColumns, ItemRow, as_array, first_leaf, is_mapping, without_padding
-from lengthwise.session.packed_rows import sequence_bounds
 from lengthwise.session.sequence_units import joined, members_of
 
-TOKENS = ("input_ids", "tokens", "ids")
-LABELS = ("labels", "label_ids", "label")
-PADDING = "attention_mask"
 SPECIAL = "special_tokens_mask"
-PROMPT_MASK = "prompt_mask"
-"""A column with 1 for each token of a prompt, which has no loss."""
-POSITIONS = ("position_ids", "seq_idx", "seq_lengths")
-"""Columns that say where the sequences of a row begin that was packed before."""
 _HARMLESS = ("offset_mapping", "word_ids", "overflow_to_sample_mapping", "num_truncated_tokens", "length", "lengths")
 _WEIGHTS = ("weight", "reward", "advantage")
 _MEANINGFUL = ("mask", "label", "target", *_WEIGHTS)

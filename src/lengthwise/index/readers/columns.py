@@ -5,10 +5,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lengthwise.core.column_names import LABELS
 from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.index.document_limits import MAX_DOCUMENT
 from lengthwise.index.readers.arrow import arrow_batches, arrow_schema
-from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where, with_loss_mask
+from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where
+from lengthwise.index.readers.token_columns import LOSS_COLUMNS, Column
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
 
 _BATCH_BYTES = 16 << 20
@@ -17,10 +19,12 @@ _TEXTS = ("is_string", "is_large_string", "is_string_view")
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
 
 
-Kind = Literal["text", "tokens", "messages", "other"]
+Kind = Literal["text", "tokens", "flags", "numbers", "messages", "nothing", "other"]
+"""What a column or field holds: ``tokens`` are lists of integers, ``flags`` of booleans, ``numbers`` of fractions too;
+``nothing`` does not tell, being null or an empty list."""
 
 
-def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens"]:
+def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens", "nothing"]:
     """What the column holds, by its type.
 
     Raises:
@@ -29,7 +33,7 @@ def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens"]:
     file, schema = unit.files[0], _schema(unit)
     _check_once(file, schema, field)
     kind = _kind_of(schema.field(field).type)
-    if kind in ("text", "tokens"):
+    if kind in ("text", "tokens", "nothing"):
         return kind
     raise InputError(
         f"{file.name}: column {field!r} is {schema.field(field).type}, neither text nor lists of integers; choose with "
@@ -66,11 +70,18 @@ def _kind_of(type: Any) -> Kind:
     plain = type.value_type if pa.types.is_dictionary(type) else type
     if _is_any(plain, _TEXTS):
         return "text"
+    if pa.types.is_null(plain):
+        return "nothing"
     if not _is_any(plain, _LISTS):
         return "other"
-    if pa.types.is_integer(plain.value_type):
-        return "tokens"
-    return "messages" if pa.types.is_struct(plain.value_type) else "other"
+    kinds: dict[str, Kind] = {
+        "is_integer": "tokens",
+        "is_boolean": "flags",
+        "is_floating": "numbers",
+        "is_null": "nothing",
+    }
+    kind: Kind = next((kinds[name] for name in kinds if getattr(pa.types, name)(plain.value_type)), "other")
+    return "messages" if pa.types.is_struct(plain.value_type) else kind
 
 
 def _is_any(kind: Any, names: tuple[str, ...]) -> bool:
@@ -84,13 +95,13 @@ def _is_any(kind: Any, names: tuple[str, ...]) -> bool:
 def _columns(unit: WorkUnit, fields: tuple[str, ...], expected: str = "") -> Iterator[tuple[int, list[Any]]]:
     """Pieces of the columns of about ``_BATCH_BYTES``, behind their first row, counted from where the unit starts.
 
-    ``expected`` is what all of them must hold, ``text`` or ``tokens``; empty: anything.
+    ``expected`` is what the first of them must hold, ``text`` or ``tokens``; empty: anything.
     """
     import pyarrow as pa
 
     file = unit.files[0]
-    for field in fields if expected else ():
-        if column_kind(unit, field) != expected:
+    for field in fields[:1] if expected else ():
+        if column_kind(unit, field) not in (expected, "nothing"):
             raise InputError(
                 f"{file.name}: column {field!r} is not {expected} as in the first file; index the two apart"
             )
@@ -102,6 +113,7 @@ def _columns(unit: WorkUnit, fields: tuple[str, ...], expected: str = "") -> Ite
         for batch in batches:
             columns = [_checked(batch.column(_place_of(file, batch.schema.names, field))) for field in fields]
             if expected == "text":
+                columns[0] = pa.nulls(len(columns[0])) if _kind_of(columns[0].type) == "nothing" else columns[0]
                 columns[0].cast(pa.large_binary()).validate(full=True)
             num_rows, num_bytes = len(columns[0]), sum(column.nbytes for column in columns)
             step = min(max(_BATCH_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_ROWS)
@@ -153,19 +165,41 @@ def read_text_column(unit: WorkUnit, *, field: str, most_bytes: int = MAX_DOCUME
             yield Document(0, row, b"", "large", len(value)) if is_large else from_utf8(0, row, value)
 
 
-def read_token_column(unit: WorkUnit, *, field: str, loss_field: str = "") -> Iterator[TokenRows]:
-    """Rows of a column of lists of token ids, a piece at a time, with what ``loss_field`` says of their loss."""
-    fields = (field, loss_field) if loss_field else (field,)
+def read_token_column(
+    unit: WorkUnit, *, field: str, beside: tuple[str, ...] = ()
+) -> Iterator[tuple[TokenRows, dict[str, Column]]]:
+    """Rows of a column of lists of token ids, a piece at a time, and those of the columns ``beside`` that there are."""
+    fields = (field, *_columns_beside(unit, beside))
     for first, columns in _columns(unit, fields, "tokens"):
-        values = [_integers(unit, first, name, column) for name, column in zip(fields, columns)]
-        rows = token_rows(unit, first, *values[0])
-        yield with_loss_mask(unit, rows, loss_field, *values[1]) if loss_field else rows
+        values = [_numbers(unit, first, name, column) for name, column in zip(fields, columns)]
+        yield token_rows(unit, first, *values[0][:2]), dict(zip(fields[1:], values[1:]))
 
 
-def _integers(unit: WorkUnit, first: int, field: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of a column of lists end to end, and how many each row has."""
+def _columns_beside(unit: WorkUnit, names: tuple[str, ...]) -> Iterator[str]:
+    """Those of the columns that hold something for each token; refuses what might mean that, and cannot be read."""
+    file, schema = unit.files[0], _schema(unit)
+    for name in names:
+        if name not in schema.names:
+            continue
+        _check_once(file, schema, name)
+        type = schema.field(name).type
+        if (kind := _kind_of(type)) in ("tokens", "flags", "numbers") and (name not in LABELS or kind == "tokens"):
+            yield name
+        elif kind != "nothing" and not (name in LABELS[1:] and not _is_any(type, _LISTS)):  # a class of the whole row
+            way_out = "ignore it with --loss all" if name in LOSS_COLUMNS else "leave it out"
+            raise InputError(
+                f"{file.name}: column {name!r} is {type}, not a list of numbers with one for each token; mend it, or "
+                f"{way_out}"
+            )
+
+
+def _numbers(unit: WorkUnit, first: int, field: str, column: Any) -> Column:
+    """The numbers of a column of lists end to end, how many each row has, and which rows are not null."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
+    if _kind_of(column.type) == "nothing":
+        column = column.cast(pa.list_(pa.int64()))
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten()
     if len(lengths) and (int(lengths.min()) < 0 or int(lengths.sum()) != len(values)):
@@ -173,7 +207,8 @@ def _integers(unit: WorkUnit, first: int, field: str, column: Any) -> tuple[np.n
     if values.null_count:
         row = first + row_of(lengths, int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
         raise InputError(f"{where(unit, row)}: column {field!r} holds a list with missing values; fill them first")
-    return values.to_numpy(zero_copy_only=False), lengths
+    is_given = column.is_valid().to_numpy(zero_copy_only=False)
+    return Column(values.to_numpy(zero_copy_only=False), lengths, is_given)
 
 
 def read_rows(

@@ -29,14 +29,7 @@ class Document(NamedTuple):
 
 _BINARY_PROBE_BYTES = 8 << 10
 _BLOCK_BYTES = 1 << 20
-
-LABELS, IGNORED = "labels", -100
-"""The column of labels, and the label of a token that has no loss."""
-LOSS_MASKS = (
-    "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask", "loss_mask", "labels_mask",
-    "label_mask", "target_mask", "response_mask",
-)  # fmt: skip
-"""Columns with 1 for each token that has a loss, as TRL and chat templates of transformers make them."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 BLANK = object()
 """Stands for the value of a blank line."""
@@ -59,11 +52,13 @@ class TokenRows(NamedTuple):
     """Bytes of a row that is too large; 0: it is not."""
     loss_mask: np.ndarray | None = None
     """Of each token whether it has a loss; None: the rows do not say it."""
+    row_numbers: np.ndarray | None = None
+    """The row of each length, counted as ``first_row`` is, where rows hold several sequences; None: each has one."""
 
 
 def from_text(row: int, value: Any, unit: WorkUnit) -> Document:
-    """The document of a value that should be text; a missing value is an empty document."""
-    if value is None:
+    """The document of a value that should be text; a missing value and an empty list are empty documents."""
+    if value is None or value == []:
         return Document(0, row, b"")
     if value is BLANK:
         return Document(0, row, b"", "blank")
@@ -78,7 +73,8 @@ def from_text(row: int, value: Any, unit: WorkUnit) -> Document:
 
 
 def from_file(number: int, row: int, data: bytes) -> Document:
-    """The document a whole text file holds."""
+    """The document a whole text file holds, without the byte order mark that some editors write first."""
+    data = data.removeprefix(BYTE_ORDER_MARK)
     if b"\0" in data[:_BINARY_PROBE_BYTES]:
         return Document(number, row, b"", "binary")
     return from_utf8(number, row, data)
@@ -100,34 +96,6 @@ def token_rows(unit: WorkUnit, first_row: int, flat: np.ndarray, lengths: np.nda
         place = where(unit, first_row + row_of(lengths, position))
         raise InputError(f"{place}: token id {flat[position]} is out of range; ids are 0 to {(1 << 32) - 1:,}")
     return TokenRows(first_row, len(lengths), flat.astype(np.uint32, copy=False), lengths)
-
-
-def with_loss_mask(unit: WorkUnit, rows: TokenRows, field: str, values: np.ndarray, counts: np.ndarray) -> TokenRows:
-    """The rows with the loss mask that ``values`` of the column ``field`` say: labels, or 1 where a token has a loss.
-
-    Raises:
-        InputError: a row has another number of values than tokens, or a value that is no label of its token.
-    """
-    if (is_wrong := counts != rows.lengths).any():
-        row = int(np.argmax(is_wrong))
-        raise InputError(
-            f"{where(unit, rows.first_row + row)} has {int(rows.lengths[row]):,} tokens and {int(counts[row]):,} "
-            f"values in {field!r}; give one for each token"
-        )
-    if field == LABELS:
-        mask, expected = values != IGNORED, f"a label is the token's own id, or {IGNORED} where it has no loss"
-        is_wrong = mask & (values != rows.flat)
-    else:
-        mask, expected = values == 1, "a mask has 1 for tokens with a loss and 0 for others"
-        is_wrong = ~mask & (values != 0)
-    if is_wrong.any():
-        place = int(np.argmax(is_wrong))
-        raise InputError(
-            f"{where(unit, rows.first_row + row_of(rows.lengths, place))}: {field!r} has {int(values[place])} for "
-            f"token {int(rows.flat[place])}; {expected}. Mend it, ignore the column with --loss all, or train on the "
-            "rows themselves with lengthwise.prepare"
-        )
-    return rows._replace(loss_mask=mask)
 
 
 def row_of(lengths: np.ndarray, at: int) -> int:

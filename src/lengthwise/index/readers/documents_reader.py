@@ -6,13 +6,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lengthwise.core.column_names import LABELS, LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
-from lengthwise.index.readers.columns import column_kind, read_rows, read_text_column, read_token_column
+from lengthwise.index.readers.columns import read_rows, read_text_column, read_token_column
 from lengthwise.index.readers.compressed import end_of, is_compressed, open_unpacked
 from lengthwise.index.readers.document import (
     BLANK,
+    BYTE_ORDER_MARK,
     Document,
     OversizedValue,
     TokenRows,
@@ -20,10 +22,10 @@ from lengthwise.index.readers.document import (
     from_text,
     token_rows,
     where,
-    with_loss_mask,
 )
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.outside_reader import read_outside
+from lengthwise.index.readers.token_columns import Column, ColumnsOfFirstRow, with_columns
 from lengthwise.index.readers.webdataset import tar_samples
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular
 
@@ -53,30 +55,54 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
 
 
 def read_token_rows(
-    unit: WorkUnit, *, field: str, loss_field: str = "", limits: Limits = DEFAULT_LIMITS
+    unit: WorkUnit, *, field: str, first_row: ColumnsOfFirstRow | None = None, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[TokenRows]:
-    """Rows of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set.
+    """Sequences of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set.
 
-    ``loss_field`` names the column of JSON lines or tables that says which tokens have a loss, if there is one.
+    Columns beside the tokens say which of them have a loss, which are padding, and where sequences begin in rows that
+    were packed before; with ``first_row``, every row has to say of the loss what that one does.
     """
+    first_row = first_row or ColumnsOfFirstRow(ignores_loss=True)
+    for rows, columns in read_token_columns(unit, field=field, beside=first_row.names_read, limits=limits):
+        yield with_columns(unit, rows, columns, first_row) if len(rows.lengths) else rows
+
+
+def read_token_columns(
+    unit: WorkUnit, *, field: str, beside: tuple[str, ...], limits: Limits = DEFAULT_LIMITS
+) -> Iterator[tuple[TokenRows, dict[str, Column]]]:
+    """Rows of ready tokens as they are, and those of the columns ``beside`` them that there are."""
+    beside = tuple(name for name in beside if name != field)
     if unit.format in _COLUMNS:
-        yield from read_token_column(unit, field=field, loss_field=loss_field)
+        yield from read_token_column(unit, field=field, beside=beside)
         return
     if unit.format is Format.MEGATRON:
-        yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop))
+        yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop)), {}
         return
-    names = (field, loss_field) if loss_field else (field,)
-    values = read_records(unit, fields=names, limits=limits) if loss_field else _rows(unit, field=field, limits=limits)
-    for row, value in values:
+    key = field.rpartition(":")[2] if unit.format is Format.TAR else field
+    for row, value in _rows(unit, field=field, limits=limits, beside=beside):
         if value is BLANK or isinstance(value, OversizedValue):
             large = value.size if isinstance(value, OversizedValue) else 0
-            yield TokenRows(row, 1, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), large)
+            yield TokenRows(row, 1, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), large), {}
             continue
-        items = value.values() if loss_field else [value]
-        lists = [_integers(item, name, unit, row) for name, item in zip(names, items)]
-        counts = [np.array([len(numbers)], dtype=np.int64) for numbers in lists]
-        rows = token_rows(unit, row, lists[0], counts[0])
-        yield with_loss_mask(unit, rows, loss_field, lists[1], counts[1]) if loss_field else rows
+        values = value if isinstance(value, dict) else {key: value}
+        tokens = _integers(values[key], key, unit, row)
+        columns = {name: _column(values[name], name, unit, row) for name in beside if _says(values, name)}
+        yield token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64)), columns
+
+
+def _says(values: dict[str, Any], name: str) -> bool:
+    """Whether a row has the column; one label that is no list is the class of the whole row, and not used."""
+    is_class = name in LABELS[1:] and not isinstance(values.get(name), list)
+    return values.get(name) is not None and not is_class
+
+
+def _column(value: Any, name: str, unit: WorkUnit, row: int) -> Column:
+    is_mask = name in (*LOSS_MASKS, PROMPT_MASK, PADDING)
+    if is_mask and isinstance(value, list) and set(map(type, value)) <= {int, bool, float}:
+        numbers = np.array(value, dtype=np.float64 if float in map(type, value) else np.int64)
+    else:
+        numbers = _integers(value, name, unit, row)
+    return Column(numbers, np.array([len(numbers)], dtype=np.int64), np.ones(1, dtype=bool))
 
 
 def read_records(
@@ -91,37 +117,37 @@ def read_records(
         return
     for row, line in _read_json_lines(unit, limits):
         if isinstance(line, bytes):
-            document = _json_object(line, fields, unit, row)
-            yield row, {name: document[name] for name in (*fields, *optional) if name in document}
+            yield row, _json_fields(line, fields, unit, row, optional=optional)
         else:
             yield row, line
 
 
-def read_first_row(unit: WorkUnit, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """The first row of JSON lines; empty if there is none, or it is no object, which reading it again explains."""
-    try:
-        line = next((line for _, line in _read_json_lines(unit, limits) if isinstance(line, bytes)), b"{}")
-        document = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
+def read_objects(unit: WorkUnit, limits: Limits = DEFAULT_LIMITS) -> Iterator[dict[str, Any]]:
+    """The rows of JSON lines, up to one that is no object, which reading it again explains."""
+    for _, line in _read_json_lines(unit, limits):
+        if isinstance(line, bytes):
+            try:
+                document = json.loads(line)
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(document, dict):
+                return
+            yield document
 
 
-def holds_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> bool:
-    """Whether ``field`` holds ready tokens rather than text, by the type of the column or the first row of JSON."""
-    if unit.format in _COLUMNS:
-        return column_kind(unit, field) == "tokens"
-    if unit.format not in (Format.JSONL, Format.TAR, Format.READER):
-        return unit.format is Format.MEGATRON
-    rows = _rows(unit, field=field, limits=limits)
-    return isinstance(next((value for _, value in rows if value is not BLANK), None), list)
+def tells_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> bool | None:
+    """Whether samples of a tar, or what a reader yields, are ready tokens, not text; None: none of them tells."""
+    for _, value in _rows(unit, field=field, limits=limits):
+        if value is not None and value != [] and value is not BLANK and not isinstance(value, OversizedValue):
+            return isinstance(value, list)
+    return None
 
 
 def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
     """A JSON list of whole numbers as an array; refuses anything else, such as booleans among them."""
     value = [] if value is None else value
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers like the first row's")
+        raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers with one for each token")
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError:
@@ -129,9 +155,15 @@ def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
         raise InputError(f"{where(unit, row)}: token id {number} is out of range") from None
 
 
-def _rows(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
-    readers = {Format.JSONL: _read_jsonl, Format.TAR: _read_tar, Format.READER: read_outside}
-    return readers[unit.format](unit, field=field, limits=limits)
+def _rows(unit: WorkUnit, *, field: str, limits: Limits, beside: tuple[str, ...] = ()) -> Iterator[tuple[int, Any]]:
+    """The values of ``field``; objects of it and of those ``beside`` it where rows are objects and these are asked."""
+    if unit.format is Format.READER:
+        return read_outside(unit, field=field, limits=limits)
+    if unit.format is Format.TAR:
+        return _read_tar(unit, field=field, limits=limits, beside=beside)
+    if beside:
+        return read_records(unit, fields=(field,), optional=beside, limits=limits)
+    return _read_jsonl(unit, field=field, limits=limits)
 
 
 def _read_text(number: int, file: SourceFile, most_bytes: int) -> Document:
@@ -193,7 +225,7 @@ def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]
             yield row, line
             continue
         if not row and not unit.start:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(BYTE_ORDER_MARK)
         if line.isspace() or not line:
             yield row, BLANK
             continue
@@ -202,15 +234,17 @@ def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]
 
 
 def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
-    return _json_object(data, (key,), unit, row)[key]
+    return _json_fields(data, (key,), unit, row)[key]
 
 
-def _json_object(data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int) -> dict[str, Any]:
-    """The JSON object, which must have each of ``keys`` once."""
+def _json_fields(
+    data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int, *, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Those of a JSON object's fields, which must have each of ``keys`` once, and none of ``optional`` ones twice."""
     what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
     try:
         document = json.loads(data.decode())
-        for key in keys if isinstance(document, dict) else ():
+        for key in (key for key in (*keys, *optional) if isinstance(document, dict) and key in document):
             if data.count(f'"{key}"'.encode()) > 1:
                 _check_once(data, key, where(unit, row))
     except InputError:
@@ -223,7 +257,7 @@ def _json_object(data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int) -
         if key not in document:
             others = ", ".join(sorted(document)[:8]) or "none"
             raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {others})")
-    return document
+    return {key: document[key] for key in (*keys, *optional) if key in document}
 
 
 def _check_once(data: bytes, key: str, place: str) -> None:
@@ -236,8 +270,8 @@ def _check_once(data: bytes, key: str, place: str) -> None:
         raise InputError(f"{place} has the field {key!r} twice; which one is meant? Remove the other")
 
 
-def _read_tar(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
-    """What ``field`` names in each sample: a member's bytes, or after a colon a key of its JSON."""
+def _read_tar(unit: WorkUnit, *, field: str, limits: Limits, beside: tuple[str, ...] = ()) -> Iterator[tuple[int, Any]]:
+    """What ``field`` names in each sample: a member's bytes, or after a colon a key of its JSON, ``beside`` others."""
     file = unit.files[0]
     extension, colon, key = field.partition(":")
     stop = None if unit.stop == file.size else unit.stop
@@ -251,7 +285,10 @@ def _read_tar(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[i
                 f"{where(unit, row)} has no member .{extension}, only .{', .'.join(sample.fields)}; choose with "
                 "--field, and pack the members of a sample next to one another"
             )
-        yield row, _json_value(sample.data, key, unit, row) if colon else sample.data
+        if colon and beside:
+            yield row, _json_fields(sample.data, (key,), unit, row, optional=beside)
+        else:
+            yield row, _json_value(sample.data, key, unit, row) if colon else sample.data
     check_unchanged(file)
 
 

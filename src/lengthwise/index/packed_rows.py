@@ -7,12 +7,18 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 
+OF_ITEMS = "make the forward's arguments with inputs=lambda micro_batch: {...}"
+"""The other way out for items of ``lengthwise.prepare``."""
 
-def sequence_bounds(where: str, length: int, columns: dict[str, Any]) -> tuple[int, ...]:
+
+def sequence_bounds(
+    where: object, length: int, columns: dict[str, Any], *, otherwise: str = OF_ITEMS
+) -> tuple[int, ...]:
     """Begin of each sequence in a row of ``length`` tokens, and the row's end.
 
     ``position_ids`` begin at 0 with each sequence and count up by one; ``seq_idx`` is the number of the sequence;
-    ``seq_lengths`` are their lengths.
+    ``seq_lengths`` are their lengths. ``where`` is the row in words, ``otherwise`` what else than leaving a column out
+    helps.
 
     Raises:
         InputError: a column says something else, or they contradict one another.
@@ -23,9 +29,9 @@ def sequence_bounds(where: str, length: int, columns: dict[str, Any]) -> tuple[i
         if values.dtype.kind not in "iu" or values.ndim != 1:
             raise InputError(
                 f"{name} of {where} is {values.dtype} of shape {values.shape}; packs know positions that count tokens "
-                "alone: leave it out, or make the forward's arguments with inputs=lambda micro_batch: {...}"
+                f"alone: leave it out, or {otherwise}"
             )
-        bounds_by_column[name] = _BOUNDS[name](where, length, values)
+        bounds_by_column[name] = _BOUNDS[name](where, length, values, otherwise)
     different = set(bounds_by_column.values())
     if len(different) > 1:
         words = " and ".join(f"{name} at {list(bounds[:-1])[:5]}" for name, bounds in bounds_by_column.items())
@@ -33,25 +39,25 @@ def sequence_bounds(where: str, length: int, columns: dict[str, Any]) -> tuple[i
     return different.pop() if different else (0, length)
 
 
-def _by_positions(where: str, length: int, positions: np.ndarray) -> tuple[int, ...]:
+def _by_positions(where: object, length: int, positions: np.ndarray, otherwise: str) -> tuple[int, ...]:
     starts = np.flatnonzero(positions == 0)
     bounds = (*starts.tolist(), length)
     expected = np.concatenate([np.arange(end - start) for start, end in pairwise(bounds)] or [np.array([])])
     if not np.array_equal(positions, expected):
         raise InputError(
             f"position_ids of {where} do not count up from 0 in each of its sequences, one position per token; leave "
-            "them out (positions are counted in each sequence), or give inputs=lambda micro_batch: {...}"
+            f"them out (positions are counted in each sequence), or {otherwise}"
         )
     return bounds
 
 
-def _by_index(where: str, length: int, index: np.ndarray) -> tuple[int, ...]:
+def _by_index(where: object, length: int, index: np.ndarray, otherwise: str) -> tuple[int, ...]:
     if len(index) != length:
         raise InputError(f"seq_idx of {where} has {len(index)} numbers for {length} tokens; give one per token")
     return (0, *(np.flatnonzero(np.diff(index)) + 1).tolist(), length)
 
 
-def _by_lengths(where: str, length: int, lengths: np.ndarray) -> tuple[int, ...]:
+def _by_lengths(where: object, length: int, lengths: np.ndarray, otherwise: str) -> tuple[int, ...]:
     if int(lengths.sum()) != length or (lengths < 1).any():
         raise InputError(
             f"seq_lengths of {where} are {int(lengths.sum())} tokens in all, and it has {length}; give the length of "

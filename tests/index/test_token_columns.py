@@ -1,0 +1,166 @@
+"""Columns beside ready tokens mean in an index what they mean to ``lengthwise.prepare``, or are refused by row."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lengthwise.core.errors import InputError
+from lengthwise.index.store import open_index
+from lengthwise.session.item_columns import ItemColumns
+from lengthwise.session.item_values import ExpectedColumns
+from tests.index.build import build, places_of, write_tree
+
+SUFFIXES = [".jsonl", ".parquet", ".tar"]
+
+
+def write_rows(path, rows):
+    """Rows as JSON lines, Parquet, or JSON members of a tar; a column that some rows lack is null there in Parquet."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=2)
+    else:
+        import tarfile
+
+        folder = path.parent / f"{path.name}.members"
+        write_tree(folder, {f"{number}.json": json.dumps(row).encode() for number, row in enumerate(rows)})
+        with tarfile.open(path, "w") as archive:
+            for number in range(len(rows)):
+                archive.add(folder / f"{number}.json", f"{number}.json")
+    return path
+
+
+def build_rows(path, rows, out, **settings):
+    field = {"field": "json:input_ids"} if path.suffix == ".tar" else {}
+    return build(write_rows(path, rows), out, **field, **settings)
+
+
+def sequences_of(store):
+    """Tokens of each sequence, and which have a loss."""
+    masks = [store.loss_mask(id) for id in range(len(store))]
+    return [
+        (store.tokens(id).tolist(), [True] * (store.lengths.lengths[id] - 1) if mask is None else mask[1:].tolist())
+        for id, mask in enumerate(masks)
+    ]
+
+
+def sequences_of_items(rows):
+    """The same as ``lengthwise.prepare`` reads the rows."""
+    columns = ItemColumns(ExpectedColumns())
+    sequences = []
+    for number, item in enumerate(rows):
+        row = columns.read(number, item)
+        has_loss = np.ones(len(row.tokens), dtype=bool) if row.labels is None else row.labels != -100
+        for start, stop in zip(row.bounds, row.bounds[1:]):
+            sequences.append((row.tokens[start:stop].tolist(), has_loss[start + 1 : stop].tolist()))
+    return sequences
+
+
+T, F = True, False
+COMBINED = {
+    "masks of booleans": [{"completion_mask": [F, F, T, T]}, {"completion_mask": [F, T, T, T]}],
+    "masks of fractions": [{"loss_mask": [0.0, 1.0, 1.0, 1.0]}],
+    "labels beside a mask": [{"labels": [-100, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}],
+    "two masks": [{"completion_mask": [0, 1, 1, 1], "assistant_masks": [0, 1, 0, 1]}],
+    "the mask of a prompt": [{"prompt_mask": [1, 1, 0, 0]}, {"prompt_mask": [0, 0, 0, 0]}],
+    "label_ids": [{"label_ids": [-100, -100, 3, 4]}],
+    "labels before label_ids": [{"labels": [-100, 2, 3, 4], "label_ids": [-100, -100, 3, 4]}],
+    "labels in one row, a mask in another": [{"labels": [-100, 2, 3, 4]}, {"completion_mask": [0, 0, 1, 1]}],
+    "a class of the row": [{"label": 3}, {"label": 1}],
+    "padding": [{"attention_mask": [1, 1, 0, 0]}, {"attention_mask": [0, 1, 1, 0]}, {}],
+    "padding and labels": [{"attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 3, 4]}],
+    "positions that begin again": [{"position_ids": [0, 1, 0, 1]}, {"position_ids": [0, 1, 2, 3]}, {}],
+    "positions and padding": [{"position_ids": [1, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}],
+    "numbers and lengths of sequences": [{"seq_idx": [0, 0, 1, 1]}, {"seq_lengths": [3, 1]}, {"seq_lengths": [2, 2]}],
+    "packed rows with labels": [{"position_ids": [0, 1, 0, 1], "labels": [-100, 2, -100, 4]}],
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("columns", COMBINED.values(), ids=COMBINED)
+def test_an_index_holds_what_prepare_reads(tmp_path, columns, suffix):
+    rows = [{"input_ids": [1, 2, 3, 4], **row} for row in columns]
+    store = build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "out")
+    assert sequences_of(store) == sequences_of_items(rows)
+
+
+def test_pieces_of_a_packed_row_come_from_that_row(tmp_path):
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3, 4, 5, 6], "position_ids": [0, 1, 0, 1]}, {"input_ids": [7, 8]}]
+    store = build_rows(tmp_path / "a.jsonl", rows, tmp_path / "out", unit_bytes=40)
+    assert [place["line"] for place in places_of(store)] == [1, 2, 2, 3]
+    assert store.info["ledger"]["documents"] == 3
+
+
+def test_rows_of_padding_alone_are_empty(tmp_path):
+    rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [0, 0], "attention_mask": [0, 0]}]
+    with pytest.raises(InputError, match=r"a\.jsonl:2 is empty"):
+        build_rows(tmp_path / "a.jsonl", rows, tmp_path / "out")
+    assert sequences_of(build_rows(tmp_path / "a.jsonl", rows, tmp_path / "out", on_empty="drop")) == [([1, 2], [True])]
+
+
+IDS = {"input_ids": [1, 2, 3]}
+REFUSED = {
+    "labels later": ([IDS, {**IDS, "labels": [1, 2, 3]}], "{second} has 'labels', and {first} has no .*--loss all"),
+    "a mask later": ([IDS, {**IDS, "prompt_mask": [1, 0, 0]}], "{second} has 'prompt_mask', and {first} has no labels"),
+    "null first": ([{**IDS, "labels": None}, {**IDS, "labels": [1, 2, 3]}], "{second} has 'labels', and {first} has"),
+    "labels first": ([{**IDS, "labels": [1, 2, 3]}, IDS], "{second} has no labels and no mask, and {first} has 'label"),
+    "a class as labels": ([{**IDS, "labels": 3}], "'labels'.*list of (whole )?numbers"),
+    "booleans as labels": ([{**IDS, "labels": [True, False, True]}], "'labels'.*list of (whole )?numbers"),
+    "a mask of 2": ([{**IDS, "loss_mask": [0, 2, 1]}], "{first}: 'loss_mask' has 2 for token 2; a mask has 1"),
+    "a prompt in the midst": ([{**IDS, "prompt_mask": [0, 1, 0]}], "{first}: 'prompt_mask' is to be 1 for the tokens"),
+    "a hole": ([{**IDS, "attention_mask": [1, 0, 1]}], "{first}: 'attention_mask' hides a token between others"),
+    "padding of 2": ([{**IDS, "attention_mask": [1, 2, 1]}], "{first}: 'attention_mask' has 2; it is to be 0"),
+    "short padding": ([{**IDS, "attention_mask": [1, 1]}], "{first} has 3 tokens and 2 values in 'attention_mask'"),
+    "a loss on padding": (
+        [{**IDS, "attention_mask": [1, 1, 0], "labels": [-100, 2, 3]}], "{first} has a loss on its padding",
+    ),
+    "positions that jump": ([{**IDS, "position_ids": [0, 2, 4]}], "position_ids of {first} do not.*drop the column"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+@pytest.mark.parametrize(("rows", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_contradicts_itself_or_the_first_row_is_refused_by_row(tmp_path, rows, said, suffix):
+    lines, rows_of_table = (r"a\.jsonl:1", r"a\.jsonl:2"), (r"a\.parquet, row 0", r"a\.parquet, row 1")
+    first, second = lines if suffix == ".jsonl" else rows_of_table
+    with pytest.raises(InputError, match=said.format(first=first, second=second)):
+        build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+def test_the_first_file_does_not_hide_labels_of_the_second(tmp_path, suffix):
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows" / f"a{suffix}", [IDS, IDS])
+    write_rows(tmp_path / "rows" / f"b{suffix}", [{**IDS, "labels": [-100, 2, 3]}])
+    with pytest.raises(InputError, match=rf"b\{suffix}.* has 'labels', and a\{suffix}.* has no labels"):
+        build(tmp_path / "rows", tmp_path / "out")
+    build(tmp_path / "rows", tmp_path / "all", loss="all")
+    assert not open_index(tmp_path / "all").has_loss_mask
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[:2])
+@pytest.mark.parametrize("left_out", [{"input_ids": None, "labels": None}, {"input_ids": [], "labels": []}])
+def test_a_row_that_is_left_out_does_not_decide_what_others_have(tmp_path, left_out, suffix):
+    rows = [left_out, {**IDS, "labels": [-100, 2, -100]}]
+    store = build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "out", on_empty="drop")
+    assert sequences_of(store) == [([1, 2, 3], [True, False])]
+
+
+def test_text_beside_labelled_tokens_is_not_taken_without_a_word(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "abc", **IDS, "labels": [-100, -100, 3]}])
+    with pytest.raises(InputError, match="'text', 'input_ids' and 'labels'; give --field input_ids"):
+        build(source, tmp_path / "out")
+    assert build(source, tmp_path / "tokens", field="input_ids").has_loss_mask
+    assert not build(source, tmp_path / "text", field="text").has_loss_mask
+
+
+def test_the_request_tells_columns_apart(tmp_path):
+    rows = [{**IDS, "attention_mask": [1, 1, 0]}]
+    assert build_rows(tmp_path / "a.jsonl", rows, tmp_path / "padded").info["request"]["columns"] == ["attention_mask"]
+    rows = [{**IDS, "labels": [1, 2, 3], "loss_mask": [0, 1, 1]}]
+    assert build_rows(tmp_path / "b.jsonl", rows, tmp_path / "b").info["request"]["loss"] == ["labels", "loss_mask"]
