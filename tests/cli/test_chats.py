@@ -111,6 +111,41 @@ def test_prompt_and_completion_are_messages_or_text(folder, tokenizer, tmp_path)
     assert without.tokens(0).tolist() == expected[0][0][:-1] and without.eos_id is None
 
 
+@pytest.mark.parametrize("kind", ["ByteLevel", "Sequence", "RobertaProcessing"])
+def test_whitespace_has_a_loss_also_where_a_tokenizer_trims_its_offsets(folder, tmp_path, kind):
+    from tokenizers import Tokenizer, processors
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    trimming = processors.ByteLevel(trim_offsets=True)
+    pad = ("<pad>", tokenizer.token_to_id("<pad>"))
+    tokenizer.post_processor = {
+        "ByteLevel": trimming,
+        "Sequence": processors.Sequence([trimming, processors.TemplateProcessing(single="$A")]),
+        "RobertaProcessing": processors.RobertaProcessing(pad, pad, trim_offsets=True),
+    }[kind]
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    rows = {"prompt": ["ab", "ab ", "ab  "], "completion": ["yes  ", " ", "  yes"]}
+    source = write_rows(tmp_path / "a.jsonl", **rows)
+    store = build(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer"), append_eos=False)
+    for id, (prompt, completion) in enumerate(zip(*rows.values())):
+        added = [[False]] * 2 if kind == "RobertaProcessing" else [[], []]
+        assert store.loss_mask(id).tolist() == [*added[0], *[False] * len(prompt), *[True] * len(completion), *added[1]]
+
+
+def test_a_conversation_without_messages_is_empty_like_null(folder, tmp_path):
+    rows = [[], CHATS[0], None, []]
+    for name in ("a.jsonl", "a.parquet"):
+        source = write_rows(tmp_path / name, messages=rows)
+        for loss in ("", "assistant"):
+            store = build(source, tmp_path / f"{loss}-{name}.index", tokenizer=str(folder), loss=loss, on_empty="drop")
+            assert (len(store), store.info["ledger"]["empty"]) == (1, 3)
+        with pytest.raises(InputError, match=r"(:1|row 0) is empty"):
+            build(source, tmp_path / "refused", tokenizer=str(folder))
+    source = write_rows(tmp_path / "b.jsonl", prompt=[CHATS[0][:1], CHATS[0][:1]], completion=[[], CHATS[0][1:]])
+    assert len(build(source, tmp_path / "pairs", tokenizer=str(folder), on_empty="drop")) == 1
+
+
 def test_templated_text_keeps_its_special_tokens(folder, tokenizer, tmp_path):
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
     source = write_rows(tmp_path / "a.jsonl", text=texts)

@@ -151,6 +151,26 @@ def test_a_row_that_is_left_out_does_not_decide_what_others_have(tmp_path, left_
     assert sequences_of(store) == [([1, 2, 3], [True, False])]
 
 
+TELLING = {
+    "text after a list": ([{"text": []}, {"text": None}, {"text": "abc"}], [97, 98, 99, 256]),
+    "tokens after null": ([{"input_ids": None}, {"input_ids": []}, IDS], [1, 2, 3]),
+    "nothing in the first file": ([], [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize(("rows", "tokens"), TELLING.values(), ids=TELLING)
+def test_the_first_row_that_tells_decides_what_rows_hold(tmp_path, rows, tokens, suffix):
+    if suffix == ".parquet" and not rows:
+        pytest.skip("a table without a row has columns all the same")
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows" / f"a{suffix}", rows[:-1])
+    write_rows(tmp_path / "rows" / f"b{suffix}", rows[-1:] or [IDS])
+    field = {"field": f"json:{next(iter((rows or [IDS])[-1]))}"} if suffix == ".tar" else {}
+    store = build(tmp_path / "rows", tmp_path / "out", on_empty="drop", globs=(f"*{suffix}",), **field)
+    assert [store.tokens(id).tolist() for id in range(len(store))] == [tokens]
+
+
 def test_text_beside_labelled_tokens_is_not_taken_without_a_word(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"text": "abc", **IDS, "labels": [-100, -100, 3]}])
     with pytest.raises(InputError, match="'text', 'input_ids' and 'labels'; give --field input_ids"):

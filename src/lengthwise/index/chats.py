@@ -1,5 +1,6 @@
 """Chats as tokens: rendered by the tokenizer's own chat template, and which of the tokens have a loss."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -105,16 +106,21 @@ class ChatEncoder:
 
     def _by_generation(self, row: ChatRow) -> tuple[list[int], np.ndarray]:
         """Ids of a chat, and which of them its template marks as generated."""
-        messages, _ = self._messages(row)
-        if not messages:
+        if self._is_empty(row):
             return [], np.empty(0, dtype=bool)
+        messages, _ = self._messages(row)
         encoding = self._apply(row, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return encoding["input_ids"], np.array(encoding["assistant_masks"], dtype=bool)
 
-    def _render(self, row: ChatRow) -> _Rendered:
+    def _is_empty(self, row: ChatRow) -> bool:
+        """Whether a row has no chat: its field, or prompt or completion, is null, or no message is to be learned."""
         values = [row.fields[name] for name in self._fields.chat]
-        if any(value is None for value in values):
+        return any(value is None for value in values) or (self._fields.has_turns and values[-1] == [])
+
+    def _render(self, row: ChatRow) -> _Rendered:
+        if self._is_empty(row):
             return _Rendered("")
+        values = [row.fields[name] for name in self._fields.chat]
         if self._fields.is_plain or not self._fields.has_turns:
             for name, value in zip(self._fields.chat, values):
                 if not isinstance(value, str):
@@ -197,8 +203,23 @@ def _load(folder: Path) -> Any:
     except ImportError:
         raise InputError("chats need the package transformers; pip install 'lengthwise[hf]'") from None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        _keep_whitespace_in_offsets(tokenizer)
+        return tokenizer
     except Exception as error:
         raise InputError(
             f"transformers cannot load the tokenizer: {first_line(error)}; save it again with save_pretrained"
         ) from None
+
+
+def _keep_whitespace_in_offsets(tokenizer: Any) -> None:
+    """Have tokens of whitespace say which letters they hold; some tokenizers trim them to none (``trim_offsets``)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if (processor := getattr(backend, "post_processor", None)) is not None:
+        state = json.loads(processor.__getstate__(), object_hook=_untrimmed)
+        processor.__setstate__(json.dumps(state).encode())
+        backend.post_processor = processor
+
+
+def _untrimmed(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "trim_offsets": False} if "trim_offsets" in values else values

@@ -55,6 +55,27 @@ def test_fasta_records_do_not_depend_on_where_units_are_cut(tmp_path, records, w
     assert [document.data.decode() for document in read_all(path, unit_bytes=unit_bytes)] == records
 
 
+@anywhere
+@given(
+    records=st.lists(
+        st.lists(st.sampled_from(["ACGT", "; a comment", ";", "GG;"]), max_size=5), min_size=1, max_size=5
+    ),
+    unit_bytes=st.integers(1, 60),
+    head=st.sampled_from(["", "; before the first record\n", "\ufeff"]),
+)
+def test_comments_of_fasta_are_no_letters(tmp_path, records, unit_bytes, head):
+    path = tmp_path / "a.fa"
+    path.write_text(head + "".join("\n".join([">name", *record, ""]) for record in records))
+    expected = ["".join(line for line in record if not line.startswith(";")) for record in records]
+    assert [document.data.decode() for document in read_all(path, unit_bytes=unit_bytes)] == expected
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    source = write_tree(tmp_path / "src", {"a.txt": mark + b"one", "b.txt": mark, "c.txt": b"two" + mark})
+    assert texts_of(build(source, tmp_path / "out")) == [b"one", b"two" + mark]
+
+
 def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
     names = ["b.txt", "a/z.py", "a/b/c.py", ".hidden/x.py", "a/.secret", "a.txt"]
     source = write_tree(tmp_path / "src", {name: name.encode() for name in names})

@@ -27,6 +27,9 @@ def numbers(path):
     yield "text"
     yield 3
 
+def fails_at_once(path):
+    yield 3
+
 def fails(path):
     yield "text"
     raise KeyError("no more")
@@ -78,8 +81,9 @@ def test_entry_points_are_readers_by_name(files, monkeypatch):
 @pytest.mark.parametrize(
     ("reader", "message"),
     [
-        ("readers_here:numbers", r"fails in 0\.part after 2 documents: TypeError: a document is text, .*not int"),
-        ("readers_here:fails", r"fails in 0\.part after 1 documents: KeyError"),
+        ("readers_here:numbers", r"fails in 0\.part after 1 document: TypeError: a document is text, .*not int"),
+        ("readers_here:fails", r"fails in 0\.part after 1 document: KeyError"),
+        ("readers_here:fails_at_once", r"fails in 0\.part after 0 documents: TypeError"),
         ("readers_here:text", "has no 'text'; did you mean texts"),
         ("nowhere:texts", "reader nowhere:texts: no module 'nowhere'"),
     ],

@@ -176,7 +176,7 @@ def read_token_column(
 
 
 def _columns_beside(unit: WorkUnit, names: tuple[str, ...]) -> Iterator[str]:
-    """Those of the columns that hold something for each token; refuses what might mean that, and cannot be read."""
+    """Names of the columns that hold something for each token; refuses what might mean that, and cannot be read."""
     file, schema = unit.files[0], _schema(unit)
     for name in names:
         if name not in schema.names:

@@ -240,7 +240,7 @@ def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
 def _json_fields(
     data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int, *, optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Those of a JSON object's fields, which must have each of ``keys`` once, and none of ``optional`` ones twice."""
+    """The fields of a JSON object that are asked for: each of ``keys`` must be there, and none twice."""
     what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
     try:
         document = json.loads(data.decode())
@@ -300,6 +300,7 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
         position, row, record = unit.start and lines.tell(), -1, _Record(most_bytes)
         begins, in_header = True, False  # whether what is read next begins a line, or goes on with a header
         while (row >= 0 or position < stop) and (piece := lines.readline(_PIECE_BYTES)):
+            size, piece = len(piece), piece if position else piece.removeprefix(BYTE_ORDER_MARK)
             if begins and piece.startswith(b">"):
                 if row >= 0:
                     yield record.document(row)
@@ -307,6 +308,8 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
                 if position >= stop:
                     return
                 row, in_header = row + 1, True
+            elif begins and piece.startswith(b";"):  # a comment
+                in_header = True
             elif row >= 0:
                 if begins or not in_header:
                     in_header = False
@@ -314,7 +317,7 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
                     record.add(letters.rstrip() if piece.endswith(b"\n") else letters)
             elif begins and not unit.start and not piece.isspace():
                 raise InputError(f"{unit.files[0].name} is not FASTA: text before the first line that starts with '>'")
-            position += len(piece)
+            position += size
             begins = piece.endswith(b"\n")
         if row >= 0:
             yield record.document(row)

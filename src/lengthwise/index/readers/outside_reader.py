@@ -28,14 +28,16 @@ def read_outside(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tupl
     Raises:
         InputError: the reader fails, or yields what is neither text nor token ids.
     """
-    file, row = unit.files[0], -1
+    file, num_read = unit.files[0], 0
     try:
         for row, value in enumerate(load_reader(field).function(Path(file.path))):
-            yield row, _checked(value, limits)
+            document = _checked(value, limits)
+            num_read += 1
+            yield row, document
     except InputError:
         raise
     except Exception as error:
-        place = f"{file.name} after {row + 1:,} documents"
+        place = f"{file.name} after {num_read:,} document{'s' * (num_read != 1)}"
         raise InputError(f"reader {field} fails in {place}: {type(error).__name__}: {first_line(error)}") from error
     check_unchanged(file)
 
