@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError, LengthwiseError
-from lengthwise.index import build as build_module
-from lengthwise.index.build import _only_builder, build_index
+from lengthwise.index import build_folder
+from lengthwise.index.build import build_index
+from lengthwise.index.build_folder import only_builder
 from lengthwise.index.settings import IndexSettings
 from lengthwise.index.store import open_index
 from tests.index.build import SMALL_UNIT, build, files_of, places_of, texts_of, write_jsonl, write_tree
@@ -81,9 +82,6 @@ def test_a_killed_build_is_no_index_and_goes_on_to_the_same_bytes(tmp_path, work
 def test_a_build_killed_while_joining_goes_on_to_the_same_bytes(corpus, tmp_path, undisturbed, monkeypatch, victim):
     replace = os.replace
 
-    class Killed(BaseException):
-        pass
-
     def killed_at(source, target):
         if os.path.basename(target) == victim:
             raise Killed
@@ -98,9 +96,74 @@ def test_a_build_killed_while_joining_goes_on_to_the_same_bytes(corpus, tmp_path
     assert files_of(build(corpus, tmp_path / "out", unit_bytes=2048).path) == undisturbed
 
 
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("bad", ["{", '{"text": ""}'])
+def test_an_index_is_kept_where_its_replacement_cannot_be_built(corpus, tmp_path, undisturbed, bad):
+    out = tmp_path / "out"
+    build(corpus, out, unit_bytes=2048)
+    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n' + bad)
+    for restart in (True, False):
+        with pytest.raises(InputError, match=r"b\.jsonl:2" if restart else "another index"):
+            build(tmp_path / "b.jsonl", out, restart=restart)
+        assert files_of(out) == undisturbed
+    with pytest.raises(InputError, match="no file or folder"):
+        build(tmp_path / "c.jsonl", out, restart=True)
+    assert files_of(out) == undisturbed
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_replacement_that_is_killed_keeps_one_of_both_and_goes_on(tmp_path, monkeypatch, number):
+    rows = [{"input_ids": [k, k + 1, 2]} for k in range(300)]
+    old, new = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    old.write_text("".join(json.dumps({**row, "labels": [-100, -100, 2]}) + "\n" for row in rows))
+    write_jsonl(new, TEXTS)
+    before, after = files_of(build(old, tmp_path / "old").path), files_of(build(new, tmp_path / "new").path)
+    build(old, tmp_path / "out")
+    num_moved, replace = 0, Path.replace
+
+    def killed_at(self, target):
+        nonlocal num_moved
+        if num_moved == number:
+            raise Killed
+        num_moved += 1
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed_at)
+        with pytest.raises(Killed):
+            build(new, tmp_path / "out", restart=True)
+    state = files_of(tmp_path / "out")
+    if "index.json" in state:
+        assert state == before
+        assert open_index(tmp_path / "out").has_loss_mask
+        assert build_index(IndexSettings(source=old, unit_bytes=SMALL_UNIT), tmp_path / "out", workers=1).was_up_to_date
+    build(new, tmp_path / "out", restart="index.json" in state)
+    assert files_of(tmp_path / "out") == after
+
+
+def test_a_replacement_that_was_interrupted_goes_on_where_it_was(corpus, tmp_path, monkeypatch):
+    out, new = tmp_path / "out", write_jsonl(tmp_path / "b.jsonl", TEXTS[::-1])
+    build(corpus, out)
+    settings = IndexSettings(source=new, unit_bytes=SMALL_UNIT)
+    for restart in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr("lengthwise.index.build.put_in_place", lambda out: None)
+            patch.setattr("lengthwise.index.build.assemble", lambda *_, **__: (_ for _ in ()).throw(Killed))
+            with pytest.raises(Killed):
+                build_index(settings, out, workers=1, restart=True)
+        assert len(open_index(out)) == len(TEXTS) and texts_of(open_index(out))[0] == TEXTS[0].encode()
+        assert build_index(settings, out, workers=1, restart=restart).num_resumed_units > 3
+        assert texts_of(open_index(out))[0] == TEXTS[-1].encode()
+        assert build_index(settings, out, workers=1, restart=True).num_resumed_units == 0, "of a finished one, anew"
+        build(corpus, out, restart=True)
+
+
 def test_parts_left_behind_by_a_late_kill_are_cleared_away(corpus, tmp_path, undisturbed, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(build_module.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(build_folder.shutil, "rmtree", lambda *_, **__: None)
         build(corpus, tmp_path / "out", unit_bytes=2048)
     assert (tmp_path / "out" / "parts").is_dir()
     assert files_of(build(corpus, tmp_path / "out", unit_bytes=2048).path) == undisturbed
@@ -171,7 +234,7 @@ def test_a_folder_that_is_no_index_is_never_touched(corpus, tmp_path, restart):
 def test_two_builds_into_one_folder_exclude_each_other(corpus, tmp_path):
     (tmp_path / "out").mkdir()
     with (
-        _only_builder(tmp_path / "out"),
+        only_builder(tmp_path / "out"),
         pytest.raises(InputError, match=r"in use by another build .*: process \d+ on"),
     ):
         build(corpus, tmp_path / "out")

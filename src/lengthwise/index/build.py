@@ -1,38 +1,42 @@
 """Build an index in parallel, so that it can be killed at any moment and goes on where it was.
 
-While it is built, the folder holds ``parts/``: build.json (what was asked), tokenizer.json if any, and one folder per
-finished work unit. index.json is written last and the parts are removed after it: a folder without index.json is
-never taken for an index.
+While it is built, the folder holds ``parts/``: build.json (what was asked), tokenizer.json if any, one folder per
+finished work unit, and at last the whole index, which is then put in place. index.json comes last and the parts are
+removed after it: a folder without index.json is never taken for an index.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError, LengthwiseError
-from lengthwise.core.lock import FolderLock
 from lengthwise.core.processes import check_processes
+from lengthwise.index.build_folder import (
+    claim,
+    clear,
+    made_folder,
+    only_builder,
+    parts_of,
+    put_in_place,
+    up_to_date,
+    whole_of,
+)
 from lengthwise.index.build_part import PartJob, part_path
 from lengthwise.index.chats import open_chat_encoder
 from lengthwise.index.index_info import TOKENIZER_FILES
 from lengthwise.index.merge_parts import assemble
 from lengthwise.index.row_fields import RowFields, row_fields
-from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
-from lengthwise.index.settings import IndexSettings, differences, fingerprint
+from lengthwise.index.settings import IndexSettings, fingerprint
 from lengthwise.index.source_file import Format
 from lengthwise.index.sources import Sources
-from lengthwise.index.store import INDEX_FILES, read_info
 from lengthwise.index.tokenizers import EOS_OF_TRAINED, TokenizerSpec, file_digest, find_tokenizer, parse_kmer
 from lengthwise.index.train_bpe import check_vocabulary, train_bpe
 from lengthwise.index.work_units import split_units
 from lengthwise.index.worker_pool import build_parts
 
-_NOTE, _LOCK = "build.json", "build.lock"
 MOST_WORKERS = 512
 """Processes of a build."""
 
@@ -65,7 +69,7 @@ def build_index(
     if workers < 1:
         raise InputError(f"--workers {workers}: 1 to {MOST_WORKERS} processes can be asked for; one per core is usual")
     try:
-        with _folder(out), _only_builder(out):
+        with made_folder(out), only_builder(out):
             return _build(settings, out, workers=workers, restart=restart, on_progress=on_progress or _silent)
     except OSError as error:
         hint = "finished parts are kept: run the same command again to go on"
@@ -73,6 +77,8 @@ def build_index(
 
 
 def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, on_progress: Progress) -> BuiltIndex:
+    if not (out / "index.json").exists():
+        put_in_place(out)  # where a build was killed meanwhile
     sources = _find(settings, out)
     tokenizer_file, tokenizer_digest, eos_token = _choose_tokenizer(settings)
     fields = row_fields(settings, sources)
@@ -80,14 +86,12 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         tokenizer_digest += _digest_beside(settings, tokenizer_file, sources)
     request = settings.to_json(sources, fields=fields.to_json(), tokenizer_digest=tokenizer_digest)
     mark = fingerprint(request)
-    if restart:
-        _clear(out)
-    if (out / "index.json").exists():
-        return BuiltIndex(info=_up_to_date(out, request, mark), was_up_to_date=True, num_resumed_units=0)
+    if (info := up_to_date(out, request, mark, restart=restart)) is not None:
+        return BuiltIndex(info=info, was_up_to_date=True, num_resumed_units=0)
     units = split_units(sources, unit_bytes=settings.unit_bytes_of(sources))
     field = fields.field
-    spec = _tokenizer_spec(settings, sources, fields=fields, parts=out / "parts", eos_token=eos_token)
-    parts = _claim(out, request, mark)
+    spec = _tokenizer_spec(settings, sources, fields=fields, parts=parts_of(out), eos_token=eos_token)
+    parts = claim(out, request, mark, restart=restart)
     job = PartJob(
         parts=str(parts),
         tokenizer=spec,
@@ -112,11 +116,11 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         counting = _counting(on_progress, len(units) - len(pending), len(units))
         build_parts(job, pending, workers=workers, on_done=counting)
         on_progress("joining the parts", len(units), len(units))
-        info = assemble(job, units, out, request=request, fingerprint=mark)
+        info = assemble(job, units, whole_of(out), request=request, fingerprint=mark)
     except InputError:
-        _clear(out)  # whatever mends the input changes the request, so that nothing begun could be used
+        clear(out)  # whatever mends the input changes the request, so that nothing begun could be used
         raise
-    shutil.rmtree(parts)
+    put_in_place(out)
     return BuiltIndex(info=info, was_up_to_date=False, num_resumed_units=len(units) - len(pending))
 
 
@@ -191,79 +195,6 @@ def _tokenizer_spec(
     return TokenizerSpec(kind="huggingface", path=path, eos_token=eos_token, append_eos=settings.append_eos)
 
 
-def _up_to_date(out: Path, request: dict[str, Any], mark: str) -> dict[str, Any]:
-    info = read_info(out)
-    if info["fingerprint"] != mark:
-        raise InputError(
-            f"{out} holds another index ({differences(info['request'], request)}); "
-            "choose another --out, or replace it with --restart"
-        )
-    shutil.rmtree(out / "parts", ignore_errors=True)  # killed between index.json and the removal of the parts
-    return info
-
-
-def _claim(out: Path, request: dict[str, Any], mark: str) -> Path:
-    """The folder of parts, new or of an interrupted build of the same request."""
-    parts = out / "parts"
-    if not (parts / _NOTE).exists():
-        ours = (
-            parts,
-            out / METRICS_FOLDER,
-            out / _LOCK,
-        )  # metrics of a replaced index stay: they tell which one they are of
-        foreign = [path.name for path in out.iterdir() if path not in ours or (path == parts and any(parts.iterdir()))]
-        if foreign:
-            raise InputError(
-                f"{out} is not empty (it holds {foreign[0]}) and not an index; choose a new folder for --out"
-            )
-        _write_note(parts, {"fingerprint": mark, "request": request})
-        return parts
-    begun = _any_json(parts / _NOTE)
-    if begun.get("fingerprint") != mark:
-        before = begun.get("request")
-        other = differences(before, request) if isinstance(before, dict) else f"{_NOTE} is damaged"
-        raise InputError(
-            f"{out} holds a half-written index of another request ({other}); "
-            "run the same command as before, or start over with --restart"
-        )
-    for stray in parts.glob("*.partial-*"):
-        shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
-    return parts
-
-
-def _write_note(parts: Path, note: dict[str, Any]) -> None:
-    parts.mkdir(exist_ok=True)
-    partial = parts / f"{_NOTE}.partial"
-    partial.write_text(json.dumps(note))
-    partial.replace(parts / _NOTE)
-
-
-def _clear(out: Path) -> None:
-    """Remove an index, finished or not, and nothing else; killed half-way, the folder is still known as ours."""
-    parts = out / "parts"
-    if not (parts / _NOTE).exists() and "fingerprint" not in _any_json(out / "index.json"):
-        return
-    _write_note(parts, {"fingerprint": "", "request": {}})
-    for name in INDEX_FILES:
-        (out / name).unlink(missing_ok=True)
-        (out / f"{name}.partial").unlink(missing_ok=True)
-    for path in parts.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _NOTE:
-            path.unlink()
-    shutil.rmtree(parts)
-
-
-def _any_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none."""
-    try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer.json, last of all, and the files that transformers keeps beside it."""
     for name in reversed(TOKENIZER_FILES[1:]):
@@ -276,36 +207,3 @@ def _copy_whole(source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     shutil.copyfile(source, partial)
     partial.replace(target)
-
-
-@contextmanager
-def _folder(out: Path) -> Iterator[None]:
-    """The folder ``out``, made if it is not there; folders that were made go again if they stay empty.
-
-    Raises:
-        InputError: it cannot be a folder.
-    """
-    made: list[Path] = []
-    try:
-        made = [path for path in (out, *out.parents) if not path.exists()]
-        out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        _remove_empty(made)
-        why = "it is a file" if isinstance(error, FileExistsError) else getattr(error, "strerror", None) or str(error)
-        raise InputError(f"--out {out} cannot be made a folder: {why}; name another") from None
-    try:
-        yield
-    finally:
-        _remove_empty(made)
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):  # the first that holds something
-        for folder in folders:
-            folder.rmdir()
-
-
-def _only_builder(out: Path) -> AbstractContextManager[None]:
-    """Hold the folder while building; a build that was killed holds it no longer."""
-    lock = FolderLock(out / _LOCK, user="another build of an index", way_out="wait for it, or choose another --out")
-    return lock.held()

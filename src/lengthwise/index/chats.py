@@ -215,7 +215,8 @@ def _load(folder: Path) -> Any:
 def _keep_whitespace_in_offsets(tokenizer: Any) -> None:
     """Have tokens of whitespace say which letters they hold; some tokenizers trim them to none (``trim_offsets``)."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if (processor := getattr(backend, "post_processor", None)) is not None:
+    processor = getattr(backend, "post_processor", None)
+    if backend is not None and processor is not None:
         state = json.loads(processor.__getstate__(), object_hook=_untrimmed)
         processor.__setstate__(json.dumps(state).encode())
         backend.post_processor = processor
