@@ -35,8 +35,8 @@ Source = Annotated[
     Path | None,
     typer.Argument(
         metavar="SRC",
-        help="A folder or file: text, .jsonl, FASTA (these two also .gz or .zst), .parquet, .arrow, .feather, .tar, "
-        ".tar.gz, .npy; a data set saved by Hugging Face's save_to_disk; a Megatron .bin/.idx pair or their prefix.",
+        help="A folder or file: text, .jsonl, .json, FASTA (these three also .gz or .zst), .parquet, .arrow, .feather, "
+        ".tar, .tar.gz, .npy; a data set of Hugging Face's save_to_disk; a Megatron .bin/.idx pair or its prefix.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the index.")]

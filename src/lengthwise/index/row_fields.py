@@ -19,7 +19,7 @@ MESSAGES, PAIR, TEXT = "messages", ("prompt", "completion"), "text"
 CONVERSATIONS = "conversations"
 """The chats of ShareGPT: messages of ``from`` and ``value``."""
 _TABLES = (Format.PARQUET, Format.ARROW)
-_ROWS = (Format.JSONL, *_TABLES)
+_ROWS = (Format.JSONL, Format.JSON, *_TABLES)
 _LISTS = ("tokens", "flags", "numbers")
 
 

@@ -18,6 +18,8 @@ class Format(StrEnum):
 
     TEXT = "text"
     JSONL = "jsonl"
+    JSON = "json"
+    """One array of rows."""
     PARQUET = "parquet"
     NPY = "npy"
     FASTA = "fasta"
@@ -98,7 +100,7 @@ class WorkUnit:
     """A slice of the source.
 
     ``start`` and ``stop`` are bytes (jsonl, fasta, arrow, tar), row groups (parquet), rows (npy), documents (megatron).
-    A reader of another package gets whole files.
+    JSON arrays are whole files, and so is what a reader of another package gets.
     """
 
     number: int

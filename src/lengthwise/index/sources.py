@@ -11,10 +11,13 @@ from pathlib import Path
 from lengthwise.core.errors import InputError
 from lengthwise.index.readers.compressed import SUFFIXES
 from lengthwise.index.readers.hf_saved import choose_split, data_files, is_saved
+from lengthwise.index.readers.json_array import json_format
 from lengthwise.index.source_file import Format, SourceFile, source_file
 
 _FORMAT_OF_SUFFIX = {
     ".jsonl": Format.JSONL,
+    ".jsonlines": Format.JSONL,
+    ".ndjson": Format.JSONL,
     ".parquet": Format.PARQUET,
     ".npy": Format.NPY,
     ".fa": Format.FASTA,
@@ -26,8 +29,9 @@ _FORMAT_OF_SUFFIX = {
     ".tgz": Format.TAR,
     ".tar.gz": Format.TAR,
 }
-_UNPACKED = (".jsonl", ".fa", ".fasta", ".fna")
+_UNPACKED = (".jsonl", ".jsonlines", ".ndjson", ".json", ".fa", ".fasta", ".fna")
 """Suffixes of files that are also read where .gz or .zst follows."""
+_JSON, _SHEETS = ".json", (".csv", ".tsv")
 _MEGATRON = (".idx", ".bin")
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -80,8 +84,8 @@ def find_sources(
     if globs:
         raise InputError(f"--glob chooses files in a folder, but {source} is a file; leave --glob out")
     prefix = source.with_suffix("") if source.is_file() and source.suffix in _MEGATRON else source
-    chosen = format or (_format_of(source) if source.is_file() else Format.MEGATRON)
     file = source_file(source, source.name)
+    chosen = format or (_common_format(source, (file,)) if source.is_file() else Format.MEGATRON)
     files = _pair(prefix, prefix.name) if chosen is Format.MEGATRON else (file,)
     return Sources(label=str(source), format=chosen, files=files, is_folder=False)
 
@@ -122,27 +126,56 @@ def _has_twin(prefix: Path, suffix: str) -> bool:
     return Path(f"{prefix}{suffix}").is_file()
 
 
-def _format_of(path: Path) -> Format:
-    """The format by the file's name; a .bin or .idx is Megatron's only with the other one beside it."""
-    suffix = path.suffix.lower()
+def _suffix_of(path: Path) -> str:
+    """The suffix that says the format: that of the packed file, where .gz or .zst follows it."""
+    suffix, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    if suffix not in SUFFIXES:
+        return suffix
+    return inner if inner in (*_UNPACKED, *_SHEETS) else inner + suffix
+
+
+def _format_of(file: SourceFile) -> Format | str:
+    """The format by the file's name, of .json by what it begins with; a suffix of one that is not read as it is.
+
+    A .bin or .idx is Megatron's only with the other one beside it.
+    """
+    path = Path(file.path)
+    suffix = _suffix_of(path)
     if suffix in _MEGATRON:
         other = _MEGATRON[1 - _MEGATRON.index(suffix)]
         return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
-    if suffix in SUFFIXES:
-        inner = Path(path.stem).suffix.lower()
-        return _FORMAT_OF_SUFFIX.get(inner if inner in _UNPACKED else inner + suffix, Format.TEXT)
-    return _FORMAT_OF_SUFFIX.get(suffix, Format.TEXT)
+    if suffix == _JSON and file.size >= 0:
+        return json_format(file) or _JSON
+    return suffix if suffix in _SHEETS else _FORMAT_OF_SUFFIX.get(suffix, Format.TEXT)
 
 
 def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
-    counts = Counter(_format_of(Path(file.path)) for file in files)
+    """The format of all files; settings of JSON, which are no rows, are texts among texts.
+
+    Raises:
+        InputError: formats are mixed, or there is none that is read.
+    """
+    formats = [_format_of(file) for file in files]
+    counts = Counter(Format.TEXT if format == _JSON else format for format in formats)
     if len(counts) > 1:
-        mix = ", ".join(f"{count:,} {format.value}" for format, count in sorted(counts.items()))
+        mix = ", ".join(f"{count:,} {format.removeprefix('.')}" for format, count in sorted(counts.items()))
         raise InputError(
             f"{source} mixes formats ({mix}); choose files with --glob '*.jsonl', "
             "or read every file as one text with --format text"
         )
-    return next(iter(counts))
+    if Format.TEXT not in formats and _JSON in formats:
+        raise InputError(
+            f"{files[0].name} is neither JSON lines nor a JSON array of rows; write an object a line, or read every "
+            "file as one text with --format text"
+        )
+    if isinstance(formats[0], Format):
+        return formats[0]
+    if _JSON in formats:
+        return Format.TEXT
+    raise InputError(
+        f"{files[0].name} is a table of {formats[0].removeprefix('.')}, which is not read; write it as Parquet "
+        f"(pandas: read_csv, then to_parquet), or read every file as one text with --format text"
+    )
 
 
 def _walk(

@@ -55,6 +55,7 @@ def _slices(files: tuple[SourceFile, ...], format: Format, unit_bytes: int) -> I
         Format.NPY: _length_slices,
         Format.ARROW: arrow_slices,
         Format.TAR: tar_slices,
+        Format.JSON: lambda file, unit_bytes: [(0, file.size)],
         Format.READER: lambda file, unit_bytes: [(0, file.size)],
     }
     return by_format.get(format, _even_slices)(files[0], unit_bytes)

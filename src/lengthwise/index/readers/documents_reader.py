@@ -23,6 +23,7 @@ from lengthwise.index.readers.document import (
     token_rows,
     where,
 )
+from lengthwise.index.readers.json_array import read_json_array
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.outside_reader import read_outside
 from lengthwise.index.readers.token_columns import Column, ColumnsOfFirstRow, with_columns
@@ -42,7 +43,7 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
     if unit.format is Format.TEXT:
         for number, file in enumerate(unit.files):
             yield _read_text(number, file, limits.document)
-    elif unit.format is Format.JSONL:
+    elif unit.format in (Format.JSONL, Format.JSON):
         for row, value in _read_jsonl(unit, field=field, limits=limits):
             yield from_text(row, value, unit)
     elif unit.format is Format.FASTA:
@@ -219,7 +220,10 @@ def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple
 
 
 def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]]:
-    """Lines as bytes, ``BLANK`` or an ``OversizedValue``."""
+    """Lines, or rows of an array, as bytes, ``BLANK`` or an ``OversizedValue``."""
+    if unit.format is Format.JSON:
+        yield from enumerate(read_json_array(unit.files[0], limits))
+        return
     for row, line in enumerate(_read_lines(unit, limits)):
         if isinstance(line, OversizedValue):
             yield row, line
