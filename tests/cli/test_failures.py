@@ -8,6 +8,7 @@ from io import StringIO
 
 import pytest
 
+from lengthwise.cli.signals import Terminated
 from lengthwise.core.errors import InputError
 from lengthwise.session.console import emit_json, printable, progress, stderr, stdout
 
@@ -25,6 +26,7 @@ def failing(monkeypatch, error):
     ("error", "code", "words"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
+        (Terminated(15), 143, "stopped by SIGTERM; run the same command again"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a[/b]"), 2, "a[/b]: No such file"),
         (PermissionError(errno.EACCES, "Permission denied", "secret"), 2, "secret: Permission denied"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "x/y"), 2, "x/y: Not a directory"),

@@ -1,5 +1,6 @@
 """Signals stop a run at any moment, the second Ctrl-C at once; ranks listen on this machine alone."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from lengthwise.cli.launch import STOPPED_AFTER_S, check_nproc, killed_first
-from lengthwise.cli.signals import children_of, kill_children
+from lengthwise.cli.signals import Terminated, children_of, ended_by_signals, kill_children
 from lengthwise.core.errors import InputError
 from tests.cli.runs import Run, make_corpus, settings, wait_until
 
@@ -190,3 +191,31 @@ def test_a_run_that_is_asked_to_stop_while_its_ranks_start_ends_with_75(start):
     assert code == 75, printed[-2000:]
     assert "Traceback" not in printed
     assert start.folder.read_json("status.json").get("state", "") in ("preempted", ""), "or no rank had begun"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_without_ranks_is_ended_once_by_a_signal(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(Terminated) as stopped, ended_by_signals():
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)  # as schedulers send it, while the command ends
+        assert stopped.value.exit_code == 128 + number
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+
+def test_an_index_that_is_terminated_ends_with_its_workers(tmp_path):
+    rows = json.dumps({"text": "a row of text " * 20}) + "\n"
+    (tmp_path / "a.jsonl").write_text(rows * 50_000)
+    command = [sys.executable, "-m", "lengthwise", "index", tmp_path / "a.jsonl", "--out", tmp_path / "out"]
+    process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: process.poll() is not None or any((tmp_path / "out").glob("parts/0*")))
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, "it was over before it could be stopped"
+    assert said == "error: stopped by SIGTERM; run the same command again to go on\n"
+    assert (tmp_path / "out" / "parts").is_dir() and not list((tmp_path / "out").glob("*.lock"))

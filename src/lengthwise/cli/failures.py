@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+from lengthwise.cli.signals import Terminated
 from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError, missing_package
 
 DEBUG_VARIABLE = "LENGTHWISE_DEBUG"
@@ -30,6 +31,8 @@ def explain(error: BaseException) -> CommandFailed:
         return CommandFailed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
         return CommandFailed("interrupted", INTERRUPTED)
+    if isinstance(error, Terminated):
+        return CommandFailed(str(error), error.exit_code)
     if isinstance(error, OSError):
         return _explain_os_error(error)
     if isinstance(error, MemoryError):

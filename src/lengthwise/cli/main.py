@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import typer.main
 
 from lengthwise.cli.failures import CommandFailed, explain
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
-from lengthwise.cli.signals import stoppable_start
+from lengthwise.cli.signals import Terminated, ended_by_signals, stoppable_start
 from lengthwise.core.errors import Preempted
 from lengthwise.session.console import emit_json, prepare_streams, print_error
 
@@ -113,11 +113,14 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run a command; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 130)."""
+    """Run a command; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 129 130 143)."""
     prepare_streams()
     try:
-        with stoppable_start() if sys.argv[1:2] == ["train"] else nullcontext():
+        with _signals_of(sys.argv[1:2]):
             app()
+    except Terminated as stopped:  # before the command was called, or after
+        print_error(str(stopped))
+        sys.exit(stopped.exit_code)
     except Preempted as stopped:  # before the command was called
         if is_first():  # torchrun stops all ranks when one fails, and that one has said why
             print_error(str(stopped))
@@ -139,6 +142,13 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _signals_of(command: list[str]) -> AbstractContextManager[None]:
+    """What SIGTERM and SIGHUP do while a command begins, and while those run that handle no signals themselves."""
+    if command == ["train"]:
+        return stoppable_start()
+    return ended_by_signals() if command == ["index"] else nullcontext()
 
 
 def _with_hint(error: typer.BadParameter) -> str:
@@ -173,7 +183,7 @@ def _guarded(run: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # such as `lengthwise config | head -1`: the reader has what it wants
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
-        except (Exception, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt, Terminated) as error:
             if type(error).__module__.startswith(("typer", "click")):  # the parser's own, such as typer.Exit
                 raise
             raise explain(error) from error

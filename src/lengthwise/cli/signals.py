@@ -91,3 +91,33 @@ def stoppable_start() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP came to a command that runs no ranks; nothing but the end of the command handles it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; run the same command again to go on")
+        self.exit_code = 128 + number
+        """The exit code that shells give a process that died of this signal."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Meanwhile, SIGTERM and SIGHUP raise ``Terminated`` once, so that workers, locks and progress bars end orderly."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)  # the end is under way
+        raise Terminated(number)
+
+    handlers = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
