@@ -196,7 +196,7 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
                 _pass_over(job, unit, Document(0, rows.first_row, b"", "large", rows.large), tally)
                 continue
             numbers = rows.first_row + np.arange(len(rows.lengths)) if rows.row_numbers is None else rows.row_numbers
-            tally.intake.documents += len(np.unique(numbers))
+            tally.intake.documents += len(numbers) if rows.row_numbers is None else len(np.unique(numbers))
             origins = np.stack([np.zeros_like(numbers), numbers], axis=1)
             yield _Batch(rows.flat, rows.lengths, origins, _mask_of(job, rows))
         return

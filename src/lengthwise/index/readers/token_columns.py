@@ -145,8 +145,9 @@ def _unpadded(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column]) -> To
     if PADDING not in columns:
         return rows
     column = columns[PADDING]
-    keep = np.ones(len(rows.flat), dtype=bool)
     values = _per_token(unit, rows, PADDING, column, column.is_given).values
+    if (values == 1).all():
+        return rows
     tokens = np.repeat(column.is_given, rows.lengths)
     if (is_wrong := (values != 0) & (values != 1)).any():
         row = rows.first_row + row_of(rows.lengths, int(np.flatnonzero(tokens)[int(np.argmax(is_wrong))]))
@@ -155,9 +156,8 @@ def _unpadded(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column]) -> To
             f"{values[int(np.argmax(is_wrong))].item()}; it is to be 0 for padding and 1 for other tokens: mend it or "
             "leave the column out"
         )
+    keep = np.ones(len(rows.flat), dtype=bool)
     keep[tokens] = values == 1
-    if keep.all():
-        return rows
     starts = np.cumsum(rows.lengths) - rows.lengths
     begins = np.zeros(len(keep) + 1, dtype=bool)
     begins[starts] = True
