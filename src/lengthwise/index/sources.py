@@ -173,8 +173,8 @@ def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
     if _JSON in formats:
         return Format.TEXT
     raise InputError(
-        f"{files[0].name} is a table of {formats[0].removeprefix('.')}, which is not read; write it as Parquet "
-        f"(pandas: read_csv, then to_parquet), or read every file as one text with --format text"
+        f"{files[0].name} is a {formats[0]} table, which is not read; write it as Parquet "
+        "(pandas: read_csv, then to_parquet), or read every file as one text with --format text"
     )
 
 

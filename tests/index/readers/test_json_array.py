@@ -75,7 +75,7 @@ def test_an_array_is_its_elements_wherever_blocks_end(tmp_path, rows, block, ind
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"text": "a"}', r"a\.json, row 0 is followed by '', not by a comma"),
+        ('[{"text": "a"}', r"a\.json, row 0 is followed by the end of the file, not by a comma"),
         ('[{"text": "a"} {"text": "b"}]', r"a\.json, row 0 is followed by '\{'"),
         ('[{"text": "a"}, {"text": }]' + " " * 50, r"a\.json, row 1 is not JSON: Expecting value"),
         ('[{"text": "a"}, {"text": "b', r"a\.json, row 1 is not JSON: Unterminated"),
@@ -111,7 +111,7 @@ def test_large_rows_are_named(tmp_path):
 def test_tables_of_text_are_refused_with_the_way_out(tmp_path, name):
     source = write_tree(tmp_path / "rows", {name: b"text\nabc\n"})
     for path in (source, source / name):
-        with pytest.raises(InputError, match=r"is a table of [ct]sv, .*Parquet.*--format text"):
+        with pytest.raises(InputError, match=r"is a \.[ct]sv table, .*Parquet.*--format text"):
             build(path, tmp_path / "out")
     write_tree(source, {"README.md": b"about it"})
     with pytest.raises(InputError, match=r"mixes formats \(1 [ct]sv, 1 text\)"):

@@ -54,7 +54,8 @@ def read_json_array(file: SourceFile, limits: Limits) -> Iterator[bytes | Oversi
             yield data if len(data) <= limits.document else OversizedValue(len(data))
             sign = array.next_sign()
             if sign not in (",", "]"):
-                raise array.error(f"is followed by {sign!r}, not by a comma or the end of the array")
+                what = repr(sign) if sign else "the end of the file"
+                raise array.error(f"is followed by {what}, not by a comma or the end of the array")
             if sign == ",":
                 array.skip_sign()
         array.skip_sign()

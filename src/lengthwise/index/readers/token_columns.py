@@ -87,6 +87,7 @@ def _per_token(unit: WorkUnit, rows: TokenRows, name: str, column: Column, is_re
         place, num_tokens, num_values = where(unit, rows.first_row + row), rows.lengths[row], column.counts[row]
         raise InputError(
             f"{place} has {num_tokens:,} tokens and {num_values:,} values in {name!r}; give one for each token"
+            + (", or ignore such columns with --loss all" if name in LOSS_COLUMNS else ", or leave the column out")
         )
     if is_read.all():
         return column
