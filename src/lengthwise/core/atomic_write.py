@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -90,18 +92,62 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also if the power goes."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    """Write a file whole or not at all, also if the power goes; the file behind a link, or into a device or FIFO."""
+    if is_stream(path):
+        write_stream(path, text.encode())
+        return
+    place = behind_links(path)
+    partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
     try:
         with partial.open("w") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        partial.replace(path)
+        partial.replace(place)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether ``path`` is a device, a FIFO or what stdout goes to: text is written into it, nothing replaces it."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)) or _is_stdout(status)
+
+
+def write_stream(path: Path, content: bytes) -> None:
+    """Write into a device or FIFO, which waits for its reader; what stdout goes to is not opened a second time."""
+    if _is_stdout(path.stat()):
+        sys.stdout.flush()
+        descriptor = os.dup(1)
+    else:
+        descriptor = os.open(path, os.O_WRONLY)
+    with open(descriptor, "wb") as stream:
+        stream.write(content)
+
+
+def behind_links(path: Path) -> Path:
+    """The file that a symbolic link leads to, which may have to be made; ``path`` itself if it is no link.
+
+    Raises:
+        OSError: the link leads in a circle.
+    """
+    if not path.is_symlink():
+        return path
+    place = Path(os.path.realpath(path))
+    if place.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return place
+
+
+def _is_stdout(status: os.stat_result) -> bool:
+    with suppress(OSError):  # stdout may be closed
+        return os.path.samestat(status, os.fstat(1))
+    return False
 
 
 @contextmanager

@@ -1,9 +1,13 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all.
+
+The file behind a symbolic link is replaced, and the link stays; a device or FIFO is written to.
+"""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from lengthwise.core.atomic_write import behind_links, is_stream, write_stream
 from lengthwise.core.errors import InputError
 
 
@@ -13,10 +17,15 @@ def check_place(path: Path | None, option: str) -> None:
         return
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder; give the name of a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-    probe = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    if is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise InputError(f"cannot write to {path}: it may only be read; choose another {option}")
+        return
     try:
+        place = behind_links(path)
+        if not place.parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no folder {place.parent}; make it first")
+        probe = _partial(place)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -40,12 +49,19 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
         InputError: a folder is missing, or not writable, or a path is a folder.
     """
     partials: dict[Path, Path] = {}
+    streams: dict[Path, bytes] = {}
     try:
         for path, content in files.items():
             if path.is_dir():
                 raise InputError(f"{path} is a folder; give the name of a file in it")
-            partials[path] = path.with_name(f"{path.name}.{os.getpid()}.partial")
-            partials[path].write_bytes(content)
+            if is_stream(path):
+                streams[path] = content
+                continue
+            place = behind_links(path)
+            partials[place] = _partial(place)
+            partials[place].write_bytes(content)
+        for path, content in streams.items():
+            write_stream(path, content)
         for path, partial in partials.items():
             partial.replace(path)
     except OSError as error:
@@ -53,3 +69,8 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
+
+
+def _partial(place: Path) -> Path:
+    """The name that a file has until it is whole."""
+    return place.with_name(f"{place.name}.{os.getpid()}.partial")

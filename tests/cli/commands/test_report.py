@@ -1,9 +1,11 @@
 import gzip
 import json
+import os
 
 import pytest
 
 from lengthwise.cli import main as cli
+from lengthwise.cli.commands import report
 from tests.report.fake_run import make_run
 
 
@@ -134,3 +136,10 @@ def test_what_is_given_instead_of_a_run_is_told_from_it(lengthwise, tmp_path):
         code, out, err = lengthwise("report", path)
         assert code == 2 and not out
         assert err.startswith(f"error: {path} is not a run folder: {words}") and err.count("\n") == 1
+
+
+def test_a_page_for_a_device_or_fifo_has_its_trace_in_the_run(tmp_path):
+    fifo, folder = tmp_path / "fifo", make_run(tmp_path / "run", num_steps=1)
+    os.mkfifo(fifo)
+    assert report.page_and_trace([folder.path], fifo) == (fifo, folder.trace)
+    assert report.page_and_trace([folder.path], tmp_path / "a.html")[1] == tmp_path / "a.trace.json.gz"

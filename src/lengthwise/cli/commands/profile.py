@@ -8,7 +8,7 @@ import typer
 from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
 from lengthwise.cli.shared_options import Json, Methods, tokens_from
 from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy, print_profile, profile_document
-from lengthwise.core.atomic_write import make_folder, remove_empty, shown
+from lengthwise.core.atomic_write import is_stream, make_folder, remove_empty, shown
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.session.console import emit_json
@@ -55,6 +55,8 @@ def run(
     changes += [f"plan.degree={degree}"] if degree else []
     resolved = load(path, changes)
     nproc = nproc or resolved.plan.degree or 1
+    if is_stream(out):
+        raise InputError(f"--out {shown(out)} is a device or pipe, and a profile is read again; name a file")
     check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
     packs = packs_to_measure(resolved, lengths, max_length=max_length, max_tokens=max_tokens)
     if is_rank():

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
+from lengthwise.core.atomic_write import is_stream
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json
@@ -32,7 +33,7 @@ def run(
 
     for path in runs:
         RunFolder(path).check()
-    page_path, trace_path = _places(runs, out)
+    page_path, trace_path = page_and_trace(runs, out)
     check_folder(kineto, "--kineto")
     if kineto is not None and len(runs) > 1:
         raise InputError(f"--kineto takes one run, whose ranks are its files, not {len(runs)}; report each by itself")
@@ -44,15 +45,16 @@ def run(
         print_runs(summaries, page_path, trace_path)
 
 
-def _places(runs: list[Path], out: Path | None) -> tuple[Path, Path]:
-    """Where the page and the trace go."""
+def page_and_trace(runs: list[Path], out: Path | None) -> tuple[Path, Path]:
+    """Where the page and the trace go; a device or FIFO takes the page alone."""
     from lengthwise.report.whole_file import check_place
 
-    if out is not None:
-        page, trace = out, out.with_name(f"{out.stem}.trace.json.gz")
-    elif len(runs) == 1:
+    if len(runs) == 1:
         page, trace = RunFolder(runs[0]).report, RunFolder(runs[0]).trace
     else:
         page, trace = Path("report.html"), Path("report.trace.json.gz")
+    if out is not None:
+        page, trace = out, trace if is_stream(out) else out.with_name(f"{out.stem}.trace.json.gz")
     check_place(page, "--out")
+    check_place(trace, "--out")
     return page, trace
