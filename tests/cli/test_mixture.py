@@ -35,9 +35,13 @@ def test_lengths_alone_are_planned_and_simulated_with_the_shares_of_tokens_that_
     assert code == 0 and json.loads(out)["num_steps"] == 2, err
 
 
-def test_stats_are_of_all_parts(cli, config):
+def test_stats_are_of_an_epoch(cli, config, tmp_path):
     code, out, err = cli("stats", config, "--json")
-    assert code == 0 and json.loads(out)["num_sequences"] == 7, err
+    tokens = json.loads(out)["num_tokens"]
+    assert code == 0 and (tokens - 2400) / 2400 == pytest.approx(0.25, rel=0.05), err
+    repeats = [{"index": str(tmp_path / "long"), "repeat": 0.34}, {"index": str(tmp_path / "short"), "repeat": 10}]
+    code, out, err = cli("stats", config, f"data.mixture={json.dumps(repeats)}")
+    assert code == 0 and "41 sequences" in out and "first epoch" in out, err
     code, out, err = cli("stats", config, "--sampling", "data.order=curriculum", "data.tokens_per_step=1000", "--json")
     assert code == 0, err
 

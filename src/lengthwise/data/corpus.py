@@ -113,6 +113,12 @@ class Corpus:
         """Selection of the sequences of an epoch."""
         return self.mixture(seed) if self.is_mixture else EverySequence(len(self))
 
+    def epoch_lengths(self, seed: int) -> LengthIndex:
+        """Lengths of the sequences of the first epoch: each part of a mixture as often as it is passed over."""
+        if not self.is_mixture:
+            return self.lengths
+        return replace(self.lengths.select(self.selection(seed).ids(0)), corpus_digest=self.digest)
+
     def part_of(self, ids: np.ndarray) -> np.ndarray:
         """Number of the part that each sequence is of."""
         return np.searchsorted(self.starts, ids, side="right") - 1
@@ -210,7 +216,16 @@ def _view(config: DataConfig, store: TokenStore) -> CorpusView:
 
 def _views(config: DataConfig, store: TokenStore) -> tuple[CorpusView, CorpusView]:
     """What an index is trained on, and what of it is validated on."""
-    view = apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
+    return views_of(config, store.lengths)
+
+
+def views_of(config: DataConfig, lengths: LengthIndex) -> tuple[CorpusView, CorpusView]:
+    """What of these lengths is trained on, and what of them is validated on, under the length rule.
+
+    Raises:
+        InputError: a length breaks the rule, or nothing is left for one of both.
+    """
+    view = apply_max_length(lengths, max_length=config.max_length, rule=config.over_length)
     return (view, view) if config.validation_share is None else hold_out(view, config.validation_share)
 
 

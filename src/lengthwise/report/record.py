@@ -68,7 +68,7 @@ class RunRecord:
 
     @property
     def length_bins(self) -> list[LengthBin]:
-        """Lengths of the corpus; empty when the run did not write them."""
+        """Lengths of the first epoch; empty when the run did not write them."""
         names = ("low", "high", "num_sequences", "num_tokens")
         bins = [LengthBin(**{name: row[name] for name in names}) for row in self.corpus.get("histogram", [])]
         for bin in bins:

@@ -5,9 +5,8 @@ from pathlib import Path
 from lengthwise.config.run_config import Config, load
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.corpus import open_corpus
+from lengthwise.data.corpus import open_corpus, views_of
 from lengthwise.data.length_stats import LengthStats, length_stats
-from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.sampling_bias import SamplingReport
 from lengthwise.data.sort_key import LENGTH
 from lengthwise.index.source_file import SourceFile
@@ -27,7 +26,7 @@ def data_settings(source: Path, overrides: list[str]) -> Config:
 
 
 def stats_of(source: Path, config: Config, *, max_lengths: tuple[int, ...], num_ranks: int) -> LengthStats:
-    """Statistics of the lengths after the length rule."""
+    """Statistics of the lengths after the length rule; of a mixture, those of its first epoch."""
     return length_stats(_lengths(source, config), max_lengths=max_lengths, num_ranks=num_ranks, seed=config.seed)
 
 
@@ -45,11 +44,12 @@ def sampling_of(source: Path, config: Config) -> SamplingReport:
 
 
 def _lengths(source: Path, config: Config) -> LengthIndex:
-    """After the length rule."""
+    """Of the first epoch, after the length rule."""
     if source.suffix != ".npy":
-        return open_corpus(config.data).lengths
+        return open_corpus(config.data).epoch_lengths(config.seed)
+    if config.data.mixture:
+        raise InputError(f"{source} holds the lengths of one corpus; give a configuration instead to see a mixture")
     if not source.is_file():
         raise InputError(f"no file at {source}; give an index folder or a .npy file of lengths")
     file = SourceFile(path=str(source), name=str(source), size=source.stat().st_size, mtime_ns=0)
-    source_lengths = LengthIndex(lengths=open_lengths(file))
-    return apply_max_length(source_lengths, max_length=config.data.max_length, rule=config.data.over_length).lengths
+    return views_of(config.data, LengthIndex(lengths=open_lengths(file)))[0].lengths

@@ -274,7 +274,7 @@ def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | No
     if data.count_padding and optim.lr_reference is None:
         raise InputError("with data.count_padding a step's size depends on its padding; set optim.lr_reference")
     reference = optim.lr_reference or mean_size(
-        corpus.lengths.select(corpus.selection(config.seed).ids(0)),
+        corpus.epoch_lengths(config.seed),
         by=optim.lr_scaling_by,
         objective=objective,
         tokens_per_step=data.tokens_per_step or DEFAULT_TOKENS_PER_STEP,

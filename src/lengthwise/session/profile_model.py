@@ -82,7 +82,8 @@ def _parse_lengths(config: Config, words: str) -> list[int]:
         raise InputError(f"--lengths {brief(words)}: the number of quantiles is from 2 to {MOST_QUANTILES}")
     if not _has_corpus(config):
         raise InputError("--lengths quantiles needs data to take them of; set data.index")
-    lengths = np.quantile(open_corpus(config.data).lengths.lengths, np.linspace(0, 1, number), method="higher")
+    epoch = open_corpus(config.data).epoch_lengths(config.seed)
+    lengths = np.quantile(epoch.lengths, np.linspace(0, 1, number), method="higher")
     return np.unique(np.maximum(lengths, SHORTEST)).tolist()
 
 

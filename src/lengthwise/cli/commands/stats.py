@@ -63,4 +63,4 @@ def run(
     if json:
         emit_json({"path": str(source), **stats.to_json()})
     else:
-        print_stats(source, stats)
+        print_stats(source, stats, of_mixture=bool(config.data.mixture))

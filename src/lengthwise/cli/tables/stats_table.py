@@ -51,12 +51,13 @@ def print_sampling(source: Path, safety: SamplingReport) -> None:
         console.print(f"* {warning}", soft_wrap=True)
 
 
-def print_stats(source: Path, stats: LengthStats) -> None:
-    """Print how lengths spread, and what they cost."""
+def print_stats(source: Path, stats: LengthStats, *, of_mixture: bool = False) -> None:
+    """Print how lengths spread, and what they cost; ``of_mixture``: in its first epoch."""
     from rich.table import Table
 
     console = stdout()
-    console.print(f"{source}: {stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens", soft_wrap=True)
+    where = " in the first epoch of the mixture" if of_mixture else ""
+    console.print(f"{source}: {stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens{where}", soft_wrap=True)
     console.print(
         f"length: min {stats.min_length:,}  mean {stats.mean_length:,.0f}  median {stats.median_length:,.0f}  "
         f"max {stats.max_length:,}",
