@@ -73,3 +73,16 @@ def test_a_step_has_one_budget():
 def test_a_mistyped_word_is_told_the_nearest(options, word):
     with pytest.raises(InputError, match=f"did you mean {word}\\?"):
         read_options(options)
+
+
+def test_a_list_of_one_may_be_that_one():
+    teacher = models.gpt()
+    assert read_options({"frozen": teacher}).frozen == [teacher]
+    options = read_options({"loss_columns": "advantages", "methods": "ring", "frozen": (teacher, teacher)})
+    assert (options.loss_columns, options.methods) == (("advantages",), ("ring",)) and len(options.frozen) == 2
+
+
+@pytest.mark.parametrize("frozen", [5, None, [5], {"teacher": models.gpt()}])
+def test_what_is_no_model_cannot_be_frozen(frozen):
+    with pytest.raises(InputError, match=r"frozen: .* is no torch\.nn\.Module"):
+        read_options({"frozen": frozen})

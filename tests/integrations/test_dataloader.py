@@ -277,3 +277,19 @@ def test_a_rank_that_is_not_known_yet_is_asked_for(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(InputError, match="not initialized yet"):
         BatchSampler([3], tokens_per_micro_batch=9, sequences_per_step=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lengths": [5.9, 3.2]}, "one row of integers"), ({"lengths": ["5"]}, "one row of integers"),
+        ({"lengths": 5}, "one row of integers"), ({"targets": [0.5, 0.5]}, "one whole number for each of 2 items"),
+        ({"targets": [-1, 2]}, "item 0 has -1 targets"), ({"tokens_per_micro_batch": float("nan")}, "=nan: give a"),
+        ({"sequences_per_step": 2.5}, r"=2\.5: give a whole number"), ({"seed": None}, "seed=None"),
+        ({"rank": 0.5, "num_ranks": 2}, r"rank=0\.5"), ({"equal_at": 0}, "equal_at=0"), ({"order": "windowed",
+        "window": 2.5}, r"window=2\.5"),
+    ],
+)  # fmt: skip
+def test_wrong_numbers_are_refused_by_name(wrong, message):
+    with pytest.raises(InputError, match=message):
+        BatchSampler(**{"lengths": [5, 3], "tokens_per_micro_batch": 8, "sequences_per_step": 2, **wrong})

@@ -116,7 +116,7 @@ def test_tokens_attend_to_those_of_their_row_and_padding_to_itself(causal):
         ([[1], []], {}, "row 1 is"),
         ([[0.5]], {}, "row 0 is float64"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "2 tokens and 1 labels"),
-        ([[1]], {"mask": "round"}, "no mask 'round'"),
+        ([[1]], {"mask": "round"}, "mask='round' is not one of 'keys', 'square'"),
         ([torch.ones(2, 3), torch.ones(2, 4)], {}, "row 1 has 4 features a token in torch.float32, the first has 3"),
         ([torch.ones(2, 3), torch.ones(2, 3).half()], {}, "row 1 has 3 features a token in torch.float16"),
         ([torch.ones(2, 3), [1, 2]], {}, r"row 1 has features of shape \[2\] in torch.int64; give numbers \[T, E\]"),

@@ -173,11 +173,41 @@ def test_a_straggler_is_slower_and_no_timeline_is_made_unasked(lengths):
         ({"steps": 0}, "steps=0: at least 1"),
         ({"model": "llama-7"}, "no model preset 'llama-7'"),
         ({"cluster": "8xH100"}, "no device 'H100'"),
+        ({"cluster": None}, "cluster=None"),
+        ({"model": None}, "model=None: give a name or a path"),
+        ({"tokens_per_step": 0}, "tokens_per_step is 0"),
+        ({"seed": 1.5}, r"seed=1\.5: give a whole number"),
+        ({"memory_margin": "x"}, "memory_margin='x': give a number"),
+        ({"policy": ["auto"]}, r"policy=\['auto'\]"),
     ],
 )
 def test_errors_name_arguments_and_not_options(lengths, options, message):
     with pytest.raises(InputError, match=message):
         lengthwise.plan(lengths, **{**CLUSTER, **options})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plans": []}, r"plans=\[\]: give what lengthwise.plan returned"), ({"plans": 5}, "lengthwise.plan returned"),
+        ({"stragglers": [(0, 2)]}, "give a dictionary"), ({"stragglers": {0: "x"}}, "factor='x'"),
+        ({"jitter": "x"}, "jitter='x'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_simulated_is_refused_by_name(lengths, arguments, message):
+    (plan,) = lengthwise.plan(lengths, steps=1, policy="static", **CLUSTER)
+    with pytest.raises(InputError, match=message):
+        lengthwise.simulate(**{"plans": plan, **arguments})
+    assert len(lengthwise.simulate(plan)) == len(lengthwise.simulate(iter([plan]))) == 1
+
+
+def test_lists_of_names_may_be_one_name_and_not_empty(lengths):
+    (result,) = lengthwise.compare(lengths, policies="static", methods="ring", steps=1, **CLUSTER).clusters
+    assert [policy.policy for policy in result.ranked] == ["static"]
+    with pytest.raises(InputError, match="policies is an empty list"):
+        lengthwise.compare(lengths, policies=[], **CLUSTER)
+    with pytest.raises(InputError, match="lengths is empty; pass one number"):
+        lengthwise.plan([], **CLUSTER)
 
 
 def test_sequences_beyond_learned_positions_are_refused(lengths):

@@ -21,15 +21,17 @@ from lengthwise.cli.launch import (
 )
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load
+from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted, missing_package
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest
 from lengthwise.session.console import stderr
 
 
+@arguments_checked
 def train(
     config: Config | str | Path | None = None,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
     nproc: int = 1,
     resume: str | Path | None = None,
@@ -61,7 +63,10 @@ def train(
         LengthwiseError: with the message and exit code of the rank that failed; `Preempted` if SIGTERM stopped it.
         KeyboardInterrupt: Ctrl-C stopped it.
     """
+    if not isinstance(config, Config):
+        check_arguments({"config": str | Path | None}, {"config": config})
     resumed = None if resume is None else Path(resume)
+    overrides = as_names(overrides)
     with ExitStack() as stack:
         path = None if config is None or isinstance(config, Config) else Path(config)
         if isinstance(config, Config):

@@ -251,7 +251,9 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, model: dict[str
             "eos_id": corpus.eos_id,
             "histogram": [
                 asdict(bin)
-                for bin in histogram(corpus.epoch_lengths(config.seed).lengths, edges=_octaves(corpus.lengths.max_length))
+                for bin in histogram(
+                    corpus.epoch_lengths(config.seed).lengths, edges=_octaves(corpus.lengths.max_length)
+                )
                 if bin.num_sequences
             ],
             "cluster": cluster.name,

@@ -1,6 +1,6 @@
 """Keyword arguments of ``lengthwise.prepare``, checked at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from lengthwise.config.shared_settings import (
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.read_file import brief
 from lengthwise.core.wording import nearest, with_nearest
 
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
@@ -156,6 +157,29 @@ class PrepareOptions(
         if (steps := info.data.get("steps")) is not None:
             raise ValueError(f"steps={steps} says already how long to train; give one of the two")
         return epochs
+
+    @field_validator("loss_columns", "methods", mode="before")
+    @classmethod
+    def _is_one_or_several(cls, names: Any) -> Any:
+        return (names,) if isinstance(names, str) else names
+
+    @field_validator("frozen", mode="before")
+    @classmethod
+    def _are_models(cls, models: Any) -> Any:
+        is_one = hasattr(models, "named_parameters") and type(models).__name__ != "ModuleList"
+        is_one |= not isinstance(models, Iterable)
+        models = [models] if is_one else list(models)
+        for model in models:
+            if not hasattr(model, "named_parameters"):
+                raise ValueError(f"{brief(model)} is no torch.nn.Module; give one model, or a list of models")
+        return models
+
+    @field_validator("coupled_loss")
+    @classmethod
+    def _is_callable(cls, loss: Any) -> Any:
+        if loss is not None and not callable(loss):
+            raise ValueError(f"{brief(loss)} is not callable; give a function of the step's values")
+        return loss
 
     @field_validator("optimizer", mode="before")
     @classmethod

@@ -3,15 +3,55 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 
 MOST_TOKENS = 1 << 40
 """Tokens of the longest sequence; a number above is no length."""
 MOST_TOTAL = 1 << 56
 """Tokens of a corpus."""
+
+
+def read_lengths(given: Any) -> "LengthIndex":
+    """Lengths from an array, a list, or what else numpy makes one of.
+
+    Raises:
+        InputError: there are none, or they are not one row of whole numbers from 1.
+    """
+    try:
+        lengths = np.asarray(given)
+    except ValueError:
+        raise InputError("lengths are rows of different sizes; pass one number of tokens per sequence") from None
+    if not lengths.size:
+        raise InputError("lengths is empty; pass one number of tokens per sequence")
+    return LengthIndex(lengths=lengths)
+
+
+def read_targets(targets: Any, num_items: int) -> np.ndarray:
+    """[num_items] how many tokens of each item have a loss, from an array or a list.
+
+    Raises:
+        InputError: they are not one whole number from 0 for each, or nothing has a loss.
+    """
+    try:
+        counts = np.asarray(targets)
+    except ValueError:  # rows of different sizes
+        counts = np.empty((0, 0))
+    if counts.ndim != 1 or counts.dtype.kind not in "iu":
+        raise InputError(
+            f"targets={brief(targets)}: give one whole number for each of {num_items:,} items, its tokens with a loss"
+        )
+    if len(counts) != num_items:
+        raise InputError(f"{len(counts):,} numbers of targets for {num_items:,} items; give one each")
+    if (fewest := int(counts.min())) < 0:
+        raise InputError(f"item {int(np.argmin(counts))} has {fewest:,} targets; give 0 or more")
+    if not counts.any():
+        raise InputError("targets are 0 for every item, so nothing would be learned; leave targets out")
+    return counts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,13 +68,13 @@ class LengthIndex:
     """[num_sequences] as in ``GlobalBatch``; None: those of ordinary sequences."""
 
     def __post_init__(self) -> None:
+        if not self.lengths.size:
+            raise InputError("the corpus is empty: no sequence to train on; check the source path and its file types")
         if self.lengths.ndim != 1 or not np.issubdtype(self.lengths.dtype, np.integer):
             raise InputError(
                 f"lengths must be one row of integers, not {self.lengths.dtype} of shape {self.lengths.shape}; "
                 "pass one number of tokens per sequence"
             )
-        if not len(self.lengths):
-            raise InputError("the corpus is empty: no sequence to train on; check the source path and its file types")
         if (shortest := int(self.lengths.min())) < 1:
             where = int(np.argmax(self.lengths < 1))
             raise InputError(

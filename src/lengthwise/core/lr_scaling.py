@@ -1,8 +1,10 @@
 """How the learning-rate follows the size of a batch: a function of the batch that is optimised, never of a counter."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lengthwise.core.arguments import check_arguments
 from lengthwise.core.batch import GlobalBatch, num_targets
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
@@ -34,9 +36,10 @@ class LrScaling:
         for name, allowed in (("rule", RULES), ("by", SIZES)):
             if (value := getattr(self, name)) not in allowed:
                 raise InputError(f"learning-rate scaling: no {name} {value!r}; known: {', '.join(allowed)}")
+        check_arguments({"reference": float, "clamp": Sequence[float] | None}, vars(self))
         if not 0 < self.reference < math.inf:
             raise InputError(f"learning-rate scaling: the reference is {self.reference}; give the size of a batch")
-        if self.clamp is not None and not 0 <= self.clamp[0] <= self.clamp[1]:
+        if self.clamp is not None and not (len(self.clamp) == 2 and 0 <= self.clamp[0] <= self.clamp[1]):
             raise InputError(f"learning-rate scaling: the clamp is {self.clamp}; give the least factor, then the most")
 
     def factor(self, size: float) -> float:

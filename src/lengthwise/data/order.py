@@ -1,12 +1,13 @@
 """Which sequences an epoch holds, and in which order; functions of seed and epoch, whatever the cluster."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self, get_args, runtime_checkable
+from typing import Any, Protocol, Self, get_args, get_type_hints, runtime_checkable
 
 import numpy as np
 
 from lengthwise.config.choices import OrderName
 from lengthwise.config.limits import WINDOW
+from lengthwise.core.arguments import check_arguments
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
@@ -158,6 +159,9 @@ class OrderSettings:
     """With a curriculum, shuffled afterwards; None: all."""
     window: int = WINDOW
     """Sequences that windowed sorts at a time."""
+
+    def __post_init__(self) -> None:
+        check_arguments(get_type_hints(type(self)), vars(self))
 
     @classmethod
     def of(cls, settings: Any) -> Self:

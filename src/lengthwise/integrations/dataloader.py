@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.utils import data
 
 from lengthwise.config.setting_names import as_option
+from lengthwise.core.arguments import arguments_checked, read_shapes
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, num_targets
 from lengthwise.core.errors import CheckError, InputError, errors_spelt
-from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lengths import LengthIndex, read_lengths, read_targets
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.order import OrderSettings, make_order
 from lengthwise.data.sampler import Sampler
@@ -83,6 +84,7 @@ class BatchSampler(data.Sampler[list[int]]):
     """
 
     @errors_spelt(as_option)
+    @arguments_checked
     def __init__(
         self,
         lengths: Sequence[int] | np.ndarray,
@@ -109,9 +111,11 @@ class BatchSampler(data.Sampler[list[int]]):
         Raises:
             InputError: budgets are contradictory, an item is over the budget, or the rank is not known.
         """
-        index = LengthIndex(lengths=_one_each(lengths))
+        index = _one_each(lengths)
         self._rank, self._num_ranks = _place(rank, num_ranks)
-        _check_items(index, tokens_per_micro_batch, targets)
+        _check_items(index, tokens_per_micro_batch)
+        if equal_at < 1:
+            raise InputError(f"equal_at={equal_at}: the length of a sequence is at least 1 token")
         self._lengths, self._budget = index.lengths, tokens_per_micro_batch
         self._padded = _padded_budget(
             tokens_per_micro_batch,
@@ -122,7 +126,7 @@ class BatchSampler(data.Sampler[list[int]]):
         )
         self._shapes = None if shapes is None else _lattice(shapes, self._padded, index.max_length)
         self._equal_at = equal_at
-        self._targets = None if targets is None else np.asarray(targets)
+        self._targets = None if targets is None else read_targets(targets, len(index))
         settings = OrderSettings(**ordering)
         self._new_stream: Callable[[], Any] = partial(
             Sampler,
@@ -308,7 +312,7 @@ def _lattice(shapes: Iterable[tuple[int, int]], budget: Budget | None, longest: 
         InputError: micro-batches are not padded, or have a shape already; a shape is over their budget; none is long
             enough.
     """
-    sorted_shapes = sorted(((int(rows), int(length)) for rows, length in shapes), key=lambda shape: shape[1])
+    sorted_shapes = sorted(read_shapes(shapes), key=lambda shape: shape[1])
     if budget is None or budget.equal_shapes is not None or budget.max_sequences is not None:
         raise InputError("shapes need padded=True, and say what equal_shapes and max_sequences would; leave those out")
     if not sorted_shapes:
@@ -344,28 +348,26 @@ def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     return rank, num_ranks
 
 
-def _one_each(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The lengths as an array.
+def _one_each(lengths: Sequence[int] | np.ndarray) -> LengthIndex:
+    """The lengths.
 
     Raises:
-        InputError: some items have several.
+        InputError: they are none, or some items have several.
     """
-    several = next((number for number, length in enumerate(lengths) if np.ndim(length)), None)
-    if several is not None:
+    items = enumerate(lengths) if isinstance(lengths, Sequence | np.ndarray) and not isinstance(lengths, str) else ()
+    if (several := next((number for number, length in items if np.ndim(length)), None)) is not None:
         raise InputError(
             f"item {several} has {np.size(lengths[several])} lengths; give each item one number, of a unit of several "
             "sequences the sum of theirs, with targets=[1, 1, ...] for the weight of a mean over units"
         )
-    return np.asarray(lengths, dtype=np.int64)
+    return LengthIndex(lengths=read_lengths(lengths).lengths.astype(np.int64))
 
 
-def _check_items(index: LengthIndex, budget: int, targets: Sequence[int] | np.ndarray | None) -> None:
-    """Raise ``InputError`` if an item is over the budget of a micro-batch, or targets are not one number for each."""
+def _check_items(index: LengthIndex, budget: int) -> None:
+    """Raise ``InputError`` if an item is over the budget of a micro-batch."""
     if index.max_length > budget:
         longest = int(np.argmax(index.lengths))
         raise InputError(
             f"item {longest} has {index.max_length:,} tokens, over tokens_per_micro_batch={budget:,}; raise it, cut "
             "the item, or let ranks share it: lengthwise.prepare"
         )
-    if targets is not None and len(targets) != len(index):
-        raise InputError(f"{len(targets):,} numbers of targets for {len(index):,} items; give one each")

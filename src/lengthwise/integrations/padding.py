@@ -11,7 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from lengthwise.core.arguments import arguments_checked
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns
 
@@ -19,6 +21,7 @@ IGNORED = -100
 """The label of a token without a loss."""
 
 
+@arguments_checked
 def pad(
     rows: Sequence[Any],
     *,
@@ -53,6 +56,8 @@ def pad(
         InputError: there is no row, one is empty or longer than ``length``, there are more than ``rows_to``, or
             features differ in E or dtype.
     """
+    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):
+        raise InputError(f"rows={brief(rows)}: give a list of rows, even if there is one")
     if not len(rows):
         raise InputError("there is no row to pad")
     name = _name_of_features(rows[0])
@@ -73,8 +78,6 @@ def pad(
         batch["attention_mask"] = is_token.long()
     elif mask == "square":
         batch["attention_mask"] = _square(is_token, causal=causal, dtype=mask_dtype)
-    elif mask is not None:
-        raise InputError(f"no mask {mask!r}; known: keys, square, None")
     return batch
 
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lengthwise.core.arguments import arguments_checked
 from lengthwise.core.column_names import TOKENS
 from lengthwise.core.errors import InputError
 from lengthwise.data.rng import raw_stream
@@ -31,6 +32,7 @@ class StreamBatches:
     what its steps had is read again and passed over. Each item comes once; the last batch may be smaller.
     """
 
+    @arguments_checked
     def __init__(
         self,
         run: SteppedRun,
@@ -62,12 +64,19 @@ class StreamBatches:
                 f"tokens_per_step={tokens_per_step} and sequences_per_step={sequences_per_step}; give one of them, at "
                 "least 1"
             )
-        if look_ahead < 0 or not 0 <= seed < 1 << 64:
-            raise InputError(f"look_ahead={look_ahead} and seed={seed}; use 0 or more, and 0 to 2**64 - 1")
+        if min(look_ahead, first_step) < 0 or not 0 <= seed < 1 << 64:
+            raise InputError(
+                f"look_ahead={look_ahead}, first_step={first_step} and seed={seed}; use 0 or more, and for the seed 0 "
+                "to 2**64 - 1"
+            )
         if isinstance(stream, Iterator):
             raise InputError(
                 f"{type(stream).__name__} can be read only once, and a resumed run reads a stream again from its "
                 "beginning; give an IterableDataset, or a class with __iter__"
+            )
+        if not hasattr(stream, "__iter__") and not hasattr(stream, "__getitem__"):
+            raise InputError(
+                f"stream is {type(stream).__name__}, which has no items; give an IterableDataset or a list"
             )
         self._run, self._stream, self._first_step = run, stream, first_step
         self._tokens, self._sequences, self._look_ahead, self._seed = (

@@ -1,6 +1,6 @@
 """`lengthwise.compare`: every policy on the same global batches of some lengths; needs no torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison
 from lengthwise.report.units import compact
 from lengthwise.session.compare_policies import PolicyComparison
-from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, comparison_of, step_budget
+from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, check_planning, comparison_of, step_budget
 from lengthwise.session.planning_args import MOST_DEVICES, PYTHON, find_cluster
 from lengthwise.session.provenance import provenance
 from lengthwise.session.sweep import SweepPoint, as_list, make_budget, sweep_points
@@ -41,6 +41,7 @@ class CompareOptions(PlanningOptions, total=False):
     price_per_hour: float | None
 
 
+_HINTS = {"policies": str | Sequence[str] | None, "tokens_per_step": int | Sequence[int] | None}
 _BIN_EDGES = tuple(1 << power for power in range(7, 21))
 
 
@@ -49,7 +50,7 @@ def compare(
     *,
     model: str | Path | ModelSpec,
     cluster: str | ClusterSpec | Sequence[str | ClusterSpec],
-    policies: Sequence[str] | None = None,
+    policies: str | Sequence[str] | None = None,
     steps: int = DEFAULT_STEPS,
     tokens_per_step: int | Sequence[int] | None = None,
     **options: Unpack[CompareOptions],
@@ -68,7 +69,7 @@ def compare(
         model: the name of a preset, a Hugging Face folder, or a `ModelSpec`.
         cluster: nodes x devices x device, such as "8x8xH100-80GB", where the device may be a YAML file, or a
             `ClusterSpec`; one or several.
-        policies: which policies; by default all.
+        policies: which policies, or one; by default all.
         steps: global batches that every policy plans.
         tokens_per_step: most tokens of a global batch, one or several; by default 3,125 a device, or the longest
             sequence.
@@ -90,6 +91,10 @@ def compare(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: no policy can run on any of the clusters.
     """
+    if isinstance(written := options.get("tokens"), float) and written.is_integer():  # such as 2e12
+        options["tokens"] = int(written)
+    sizes = {"policies": policies, "steps": steps, "tokens_per_step": tokens_per_step}
+    check_planning(CompareOptions, options, _HINTS, **sizes)
     networks, links = options.pop("network_gbit_per_s", None), options.pop("link_gbyte_per_s", None)
     rates = {"networks": as_list(networks), "links": as_list(links)}
     tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
@@ -111,7 +116,7 @@ def _clusters_of(
     host_memory_gib: float | None,
 ) -> list[ClusterSpec]:
     """One or several clusters by name, none of them too large to compare."""
-    named = [cluster] if isinstance(cluster, str | ClusterSpec) else cluster
+    named = cluster if isinstance(cluster, Iterable) and not isinstance(cluster, str) else [cluster]
     clusters = [find_cluster(name, memory_margin, host_memory_gib) for name in named]
     if not clusters:
         raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")

@@ -3,9 +3,9 @@
 The package imports this file, so it imports nothing heavy before the function is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_type_hints
 
 from lengthwise.core.errors import errors_spelt
 
@@ -31,7 +31,7 @@ class PlanningOptions(TypedDict, total=False):
     over_length: Literal["error", "drop", "truncate", "split"]
     max_degree: int | None
     max_stages: int | None
-    methods: Sequence[str] | None
+    methods: str | Sequence[str] | None
     recompute: Literal["auto", "none", "all"]
     offload: Literal["auto", "none", "all"]
     shard_gradients: Literal["none", "auto", "all"]
@@ -97,13 +97,15 @@ def plan(
     from lengthwise.plan.policies import check_policies
     from lengthwise.session.planning_args import PYTHON, find_cluster
 
+    hints = {"policy": str, "tokens_per_step": int | None}
+    check_planning(PlanningOptions, options, hints, policy=policy, steps=steps, tokens_per_step=tokens_per_step)
     check_policies([policy], "policy")
     devices = find_cluster(cluster, options.pop("memory_margin", None), options.pop("host_memory_gib", None))
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
-    entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
-    if entry.problem is None:
-        raise entry.refused or AssertionError("what is not planned is refused")
     with errors_spelt(PYTHON):
+        entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
+        if entry.problem is None:
+            raise entry.refused or AssertionError("what is not planned is refused")
         return list(map(Planner(policy=policy, problem=entry.problem), comparison.batches(entry)))
 
 
@@ -121,7 +123,8 @@ def comparison_of(
     Raises:
         InputError: a name is not known, or a value is out of its range.
     """
-    from lengthwise.core.errors import errors_spelt
+    from lengthwise.core.arguments import as_names
+    from lengthwise.core.errors import InputError, errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
     from lengthwise.models.hf_sizes import has_dense_layers, has_slices, is_causal_and_own
@@ -135,8 +138,9 @@ def comparison_of(
     from lengthwise.session.measured_profile import MeasuredProfile
     from lengthwise.session.planning_args import METHODS, check_names, check_positions, find_lengths, find_model
 
-    _check(options, steps)
-    names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
+    if policies is not None and not len(policies):
+        raise InputError(f"{spelling('policies')} is an empty list; name at least one, such as auto, or leave it out")
+    names = check_policies(list(POLICIES) if policies is None else as_names(policies), spelling("policies"))
     spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
     dtype, path, splits = options.get("dtype", "bfloat16"), options.get("profile"), options.get("zero_bubble", "auto")
     with errors_spelt(spelling):
@@ -144,7 +148,9 @@ def comparison_of(
             max_degree=options.get("max_degree"),
             max_stages=options.get("max_stages"),
             head_layers=spec.head_layers,
-            methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
+            methods=None
+            if methods is None
+            else tuple(map(Method, check_names(as_names(methods), METHODS, spelling("methods")))),
             recompute=RecomputeMode(options.get("recompute", "auto")),
             offload=OffloadMode(options.get("offload", "auto")),
             shard_gradients=GradientSharding(options.get("shard_gradients", "auto")),
@@ -165,23 +171,30 @@ def comparison_of(
     return comparison, view.ledger
 
 
-def _check(options: PlanningOptions, steps: int) -> None:
-    """Raise for arguments that are not those of ``PlanningOptions``, and for words that none of them may be."""
-    from lengthwise.core.errors import InputError
-    from lengthwise.core.wording import with_nearest
+def check_planning(kinds: type, options: Mapping[str, Any], hints: Mapping[str, Any], **arguments: Any) -> None:
+    """Raise for options that are not those of ``kinds``, and for values that are not of their type.
 
-    kinds = get_type_hints(PlanningOptions)
-    if unknown := sorted(options.keys() - kinds.keys()):
+    Args:
+        kinds: ``PlanningOptions``, or what has more.
+        options: by name.
+        hints: types of ``arguments``.
+        arguments: the others of the function, among them steps.
+    """
+    from lengthwise.core.arguments import check_arguments
+    from lengthwise.core.errors import InputError
+
+    of_options = get_type_hints(kinds)
+    if unknown := sorted(options.keys() - of_options.keys()):
         raise TypeError(
-            f"no argument {', '.join(unknown)}; besides those of the signature there are {', '.join(kinds)}"
+            f"no argument {', '.join(unknown)}; besides those of the signature there are {', '.join(of_options)}"
         )
-    if steps < 1:
-        raise InputError(f"steps={steps}: at least 1 step is planned")
-    for name, value in options.items():
-        if get_origin(kinds[name]) is Literal and value not in (words := get_args(kinds[name])):
-            raise InputError(with_nearest(f"{name}={value!r} is not one of {', '.join(map(repr, words))}", value))
+    check_arguments({**of_options, **hints, "steps": int}, {**options, **arguments})
+    if arguments["steps"] < 1:
+        raise InputError(f"steps={arguments['steps']}: at least 1 step is planned")
 
 
 def step_budget(comparison: "PolicyComparison", cluster: "ClusterSpec", tokens_per_step: int | None) -> int:
     """Tokens of a global batch: as asked, or so many a device, but at least the longest sequence."""
-    return tokens_per_step or max(round(TOKENS_PER_DEVICE * cluster.num_devices), comparison.lengths.max_length)
+    if tokens_per_step is not None:
+        return tokens_per_step
+    return max(round(TOKENS_PER_DEVICE * cluster.num_devices), comparison.lengths.max_length)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lengthwise.core.arguments import check_arguments
 from lengthwise.core.device_file import resolve_device
 from lengthwise.core.errors import InfeasibleError, InputError, Setting
-from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lengths import LengthIndex, read_lengths
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import MODELS, ClusterSpec, ModelSpec, cluster_preset
@@ -139,7 +140,7 @@ def find_lengths(
         return lengths
     if isinstance(lengths, str | Path):
         return open_source(str(lengths), seed=seed, spelling=spelling)
-    return LengthIndex(lengths=np.asarray(lengths))
+    return read_lengths(lengths)
 
 
 def find_model(model: str | Path | ModelSpec) -> ModelSpec:
@@ -150,6 +151,7 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
     """
     if isinstance(model, ModelSpec):
         return model
+    check_arguments({"model": str | Path}, {"model": model})
     if str(model) in MODELS:
         return MODELS[str(model)]
     if os.path.isdir(model):  # unlike Path.is_dir, also of names that are too long
@@ -173,7 +175,8 @@ def find_cluster(
     """
     if memory_margin is not None and not 0 <= memory_margin < 1:
         raise InputError(f"memory_margin is {memory_margin:g}; it is a share of a device's memory, from 0 to below 1")
-    if isinstance(cluster, str):
+    if not isinstance(cluster, ClusterSpec):
+        check_arguments({"cluster": str}, {"cluster": cluster})
         return _with_margin(cluster_preset(cluster, host_memory_gib=host_memory_gib), memory_margin)
     if host_memory_gib is not None:
         cluster = replace(cluster, device=cluster.device.with_host_memory(host_memory_gib))

@@ -1,6 +1,6 @@
 """`lengthwise.simulate`: plans in virtual time, and their figures over all steps; needs no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import fsum
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from lengthwise.core.arguments import arguments_checked
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
@@ -18,8 +19,9 @@ from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.step_summary import SimulatedStep, summary
 
 
+@arguments_checked
 def simulate(
-    plans: Sequence[StepPlan] | str | Path,
+    plans: StepPlan | Sequence[StepPlan] | str | Path,
     *,
     jitter: float = 0.0,
     stragglers: Mapping[int, float] | None = None,
@@ -33,7 +35,8 @@ def simulate(
         print(steps[0].step_time_s, steps[0].idle, steps[0].timeline.spans[0])
 
     Args:
-        plans: what `lengthwise.plan` returned, or a file of plans: plans.jsonl of a run or of `lengthwise plan --out`.
+        plans: what `lengthwise.plan` returned, one of them, or a file of plans: plans.jsonl of a run or of
+            `lengthwise plan --out`.
         jitter: sigma of a lognormal factor of mean 1 on the time of every micro-batch, such as 0.1.
         stragglers: rank -> how many times slower it computes, at least 1.
         overlap: share of the update that runs beneath computation, from 0 to 1, instead of what the plan says; None:
@@ -48,9 +51,14 @@ def simulate(
     Raises:
         InputError: there is no plan, a value is out of its range, or a straggler is not a rank of the plans.
     """
+    if stragglers is not None and not isinstance(stragglers, Mapping):
+        raise InputError(f"stragglers={brief(stragglers)}: give a dictionary of ranks and factors, such as {{3: 1.5}}")
     options = SimOptions(jitter=jitter, stragglers=dict(stragglers or {}), overlap=overlap, seed=seed)
     if isinstance(plans, str | Path):
         plans = read_plans(Path(plans))
+    plans = list(plans) if isinstance(plans, Iterable) else [plans]
+    if not plans or not all(isinstance(plan, StepPlan) for plan in plans):
+        raise InputError(f"plans={brief(plans)}: give what lengthwise.plan returned, or a file of plans")
     if not timelines:
         return [summary(plan, options) for plan in plans]
     return [replace(summary(plan, options), timeline=simulate_step(plan, options)) for plan in plans]

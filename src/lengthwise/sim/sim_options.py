@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lengthwise.core.arguments import check_arguments
 from lengthwise.core.errors import InputError
 
 MAX_JITTER, MAX_TRANSFER_S, MAX_FACTOR = 3.0, 1e6, 1e6
@@ -40,6 +41,7 @@ class SimOptions:
         if not 0 <= self.seed < 1 << 64:
             raise InputError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
         for rank, factor in self.stragglers.items():
+            check_arguments({"rank": int, "factor": float}, {"rank": rank, "factor": factor})
             if not 1 <= factor <= MAX_FACTOR:
                 raise InputError(
                     f"straggler {rank} must be slower by a finite factor of at least 1, not {factor}; the most is "

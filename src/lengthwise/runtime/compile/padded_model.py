@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lengthwise.core.arguments import read_shapes
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.compile.graphs import INDUCTOR, GraphCount, allow_shapes, check_compiler, mode_of
 
@@ -184,7 +185,7 @@ def _largest_first(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
     Raises:
         InputError: there are none.
     """
-    wanted = {(int(rows), int(length)) for rows, length in shapes}
+    wanted = set(read_shapes(shapes))
     if not wanted:
         raise InputError("compile needs at least one shape, (rows, length); make some with padded_lattice(...).shapes")
     return tuple(sorted(wanted, key=lambda shape: -shape[0] * shape[1]))
