@@ -202,7 +202,8 @@ def test_what_cannot_be_simulated_is_refused_by_name(lengths, arguments, message
 
 
 def test_lists_of_names_may_be_one_name_and_not_empty(lengths):
-    (result,) = lengthwise.compare(lengths, policies="static", methods="ring", steps=1, **CLUSTER).clusters
+    twice = {**CLUSTER, "cluster": [CLUSTER["cluster"]] * 2}
+    (result,) = lengthwise.compare(lengths, policies="static", methods="ring", steps=1, tokens=1e12, **twice).clusters
     assert [policy.policy for policy in result.ranked] == ["static"]
     with pytest.raises(InputError, match="policies is an empty list"):
         lengthwise.compare(lengths, policies=[], **CLUSTER)

@@ -43,10 +43,10 @@ def arguments_checked(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
         try:
-            given = signature(function).bind(*args, **kwargs).arguments
+            arguments = signature(function).bind(*args, **kwargs).arguments
         except TypeError:  # the call says it in full
-            given = {}
-        check_arguments(get_type_hints(function), given)
+            arguments = {}
+        check_arguments(get_type_hints(function), arguments)
         return function(*args, **kwargs)
 
     return checked

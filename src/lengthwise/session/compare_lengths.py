@@ -37,7 +37,7 @@ class CompareOptions(PlanningOptions, total=False):
     network_gbit_per_s: float | Sequence[float] | None
     link_gbyte_per_s: float | Sequence[float] | None
     jitter: float
-    tokens: int | None
+    tokens: float | None
     price_per_hour: float | None
 
 
@@ -91,10 +91,7 @@ def compare(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: no policy can run on any of the clusters.
     """
-    if isinstance(written := options.get("tokens"), float) and written.is_integer():  # such as 2e12
-        options["tokens"] = int(written)
-    sizes = {"policies": policies, "steps": steps, "tokens_per_step": tokens_per_step}
-    check_planning(CompareOptions, options, _HINTS, **sizes)
+    check_planning(CompareOptions, options, _HINTS, policies=policies, steps=steps, tokens_per_step=tokens_per_step)
     networks, links = options.pop("network_gbit_per_s", None), options.pop("link_gbyte_per_s", None)
     rates = {"networks": as_list(networks), "links": as_list(links)}
     tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
@@ -117,7 +114,7 @@ def _clusters_of(
 ) -> list[ClusterSpec]:
     """One or several clusters by name, none of them too large to compare."""
     named = cluster if isinstance(cluster, Iterable) and not isinstance(cluster, str) else [cluster]
-    clusters = [find_cluster(name, memory_margin, host_memory_gib) for name in named]
+    clusters = list(dict.fromkeys(find_cluster(name, memory_margin, host_memory_gib) for name in named))
     if not clusters:
         raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")
     if (num_devices := max(spec.num_devices for spec in clusters)) > MOST_DEVICES:

@@ -44,7 +44,7 @@ def sampling_of(source: Path, config: Config) -> SamplingReport:
 
 
 def _lengths(source: Path, config: Config) -> LengthIndex:
-    """Of the first epoch, after the length rule."""
+    """Lengths of the first epoch, after the length rule."""
     if source.suffix != ".npy":
         return open_corpus(config.data).epoch_lengths(config.seed)
     if config.data.mixture:

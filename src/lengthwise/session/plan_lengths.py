@@ -46,6 +46,9 @@ class PlanningOptions(TypedDict, total=False):
     seed: int
 
 
+_HINTS = {"policy": str, "tokens_per_step": int | None}
+
+
 def plan(
     lengths: "str | Path | LengthIndex | ArrayLike",
     *,
@@ -97,8 +100,7 @@ def plan(
     from lengthwise.plan.policies import check_policies
     from lengthwise.session.planning_args import PYTHON, find_cluster
 
-    hints = {"policy": str, "tokens_per_step": int | None}
-    check_planning(PlanningOptions, options, hints, policy=policy, steps=steps, tokens_per_step=tokens_per_step)
+    check_planning(PlanningOptions, options, _HINTS, policy=policy, steps=steps, tokens_per_step=tokens_per_step)
     check_policies([policy], "policy")
     devices = find_cluster(cluster, options.pop("memory_margin", None), options.pop("host_memory_gib", None))
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)

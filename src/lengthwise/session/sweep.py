@@ -104,19 +104,19 @@ def as_list(values: Value | Sequence[Value] | None) -> list[Value]:
     return list(dict.fromkeys([values] if isinstance(values, int | float) else values))
 
 
-def make_budget(spelling: Spelling, *, tokens: int | None, price_per_hour: float | None) -> TrainingBudget:
+def make_budget(spelling: Spelling, *, tokens: float | None, price_per_hour: float | None) -> TrainingBudget:
     """Tokens and price of a whole training.
 
     Raises:
         InputError: a number is out of its range, or a price comes without tokens.
     """
-    if tokens is not None and tokens < 1:
+    if tokens is not None and not 1 <= tokens < math.inf:
         raise InputError(f"{spelling('tokens')} must be at least 1, not {tokens}")
     if price_per_hour is not None and not (price_per_hour > 0 and math.isfinite(price_per_hour)):
         raise InputError(f"{spelling('price_per_hour')} must be above 0 and finite, not {price_per_hour:g}")
     if price_per_hour is not None and tokens is None:
         raise InputError(f"{spelling('price_per_hour')} is for a whole training; say of how many {spelling('tokens')}")
-    return TrainingBudget(num_tokens=tokens, price_per_hour=price_per_hour)
+    return TrainingBudget(num_tokens=None if tokens is None else int(tokens), price_per_hour=price_per_hour)
 
 
 def parse_budget(tokens: str | None, price_per_hour: float | None) -> TrainingBudget:

@@ -48,16 +48,13 @@ def run(
     """Measure micro-batches and both parts of a layer over a ladder of lengths; fit T = a l^2 + b l + c."""
     from lengthwise.config.run_config import load
     from lengthwise.cost.profiled.fitted import fit
-    from lengthwise.report.whole_file import check_place
 
     path, changes = split_arguments(config, overrides)
     changes += [f"plan.methods=[{','.join(chosen)}]"] if (chosen := parse_methods(methods)) else []
     changes += [f"plan.degree={degree}"] if degree else []
     resolved = load(path, changes)
     nproc = nproc or resolved.plan.degree or 1
-    if is_stream(out):
-        raise InputError(f"--out {shown(out)} is a device or pipe, and a profile is read again; name a file")
-    check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
+    _check_out(out)
     packs = packs_to_measure(resolved, lengths, max_length=max_length, max_tokens=max_tokens)
     if is_rank():
         measure_as_rank(resolved, out, packs=packs, repeats=repeats, max_degree=max_degree)
@@ -80,3 +77,12 @@ def run(
     else:
         print_profile(table, fit(table), out, unseen)
         print_accuracy(*learned_accuracy(table))
+
+
+def _check_out(out: Path) -> None:
+    """Raise ``InputError`` if no profile can be written there, and read again."""
+    from lengthwise.report.whole_file import check_place
+
+    if is_stream(out):
+        raise InputError(f"--out {shown(out)} is a device or pipe, and a profile is read again; name a file")
+    check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
