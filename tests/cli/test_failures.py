@@ -8,8 +8,12 @@ from io import StringIO
 
 import pytest
 
+from lengthwise.cli import train_config
+from lengthwise.cli.failures import explain, failures_of_run
+from lengthwise.cli.launch import LaunchOutcome
 from lengthwise.cli.signals import Terminated
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json, printable, progress, stderr, stdout
 
 NASTY = "[/] [/b] [bold]exp[lr=3][/bold] :smile: [link=x]"
@@ -85,6 +89,21 @@ def test_progress_bars_show_brackets(monkeypatch):
 def test_printable_keeps_text_and_spells_out_what_steers_terminals():
     assert printable("é 漢 \u00a0 \n\t") == "é 漢 \u00a0 \n\t"
     assert printable("\x1b\x07\u202e\x85") == "\\x1b\\x07\\u202e\\x85"
+
+
+def test_json_names_the_folder_of_a_run_that_failed_while_it_is_there(tmp_path):
+    for folder, named in ((tmp_path, {"run_folder": str(tmp_path)}), (tmp_path / "removed", {})):
+        with pytest.raises(InputError) as failure, failures_of_run(folder):
+            raise InputError("no")
+        assert explain(failure.value).to_json() == {"error": "no", "exit_code": 2, **named}
+    assert explain(InputError("no")).to_json() == {"error": "no", "exit_code": 2}
+
+
+def test_a_run_whose_ranks_die_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_config, "torchrun", lambda *arguments, **options: LaunchOutcome(well=False))
+    with pytest.raises(LengthwiseError) as failure:
+        train_config.launch(RunFolder(tmp_path / "run"), ["--quiet"], nproc=1)
+    assert explain(failure.value).to_json()["run_folder"] == str(tmp_path / "run")
 
 
 def test_json_on_stdout_is_json_whatever_the_numbers(capsys):

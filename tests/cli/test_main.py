@@ -33,8 +33,21 @@ def test_help_names_every_command_without_importing_anything_heavy():
 def test_unknown_commands_and_options_exit_with_2(cli):
     assert cli("trian")[0] == 2
     assert cli("stats", "--nonsense")[0] == 2
-    code, out, err = cli("compare", "--nonsense", "--json")
-    assert code == 2 and json.loads(out)["exit_code"] == 2 and "--nonsense" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--nonsense"], "No such option: --nonsense"),
+        (["compare", "--seed", "-1"], "'--seed': Input should be greater than or equal to 0"),
+        (["memory", "--length", "0"], "'--length': '0' is not a number of tokens from 1"),
+        (["trian"], "no command 'trian'; did you mean train?"),
+    ],
+)
+def test_json_says_why_a_command_line_is_wrong(cli, arguments, message):
+    code, out, err = cli(*arguments, "--json")
+    failure = json.loads(out)
+    assert code == failure["exit_code"] == 2 and message in failure["error"] and message in err
 
 
 def test_interrupts_exit_with_130(cli, monkeypatch):

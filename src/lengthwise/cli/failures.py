@@ -5,11 +5,16 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lengthwise.cli.signals import Terminated
 from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError, missing_package
 
+_RUN_FOLDER = "run_folder"
+"""The attribute of an exception that names the run that failed."""
 DEBUG_VARIABLE = "LENGTHWISE_DEBUG"
 """Set to 1, an unexpected error prints its traceback instead of naming a file that holds it."""
 
@@ -20,13 +25,38 @@ _MACHINE_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE, errno.EN
 class CommandFailed(Exception):  # noqa: N818 - carries an end, whatever it was
     """The end of a command: what to print on stderr, what to print under ``--json``, and the exit code."""
 
+    run_folder: Path | None = None
+    """Of the run that failed; None: the command is of no run, or had not begun one."""
+
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.message, self.exit_code = message, exit_code
 
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` prints, with the folder of the run that failed where it is there."""
+        has_folder = self.run_folder is not None and self.run_folder.is_dir()
+        folder = {"run_folder": str(self.run_folder)} if has_folder else {}
+        return {"error": self.message, "exit_code": self.exit_code, **folder}
+
+
+@contextmanager
+def failures_of_run(folder: Path) -> Iterator[None]:
+    """Within, whatever is raised is a failure of the run in ``folder``, which ``--json`` then names."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)[_RUN_FOLDER] = folder
+        raise
+
 
 def explain(error: BaseException) -> CommandFailed:
     """The end that an exception means for the user."""
+    failed = _explain(error)
+    failed.run_folder = vars(error).get(_RUN_FOLDER)
+    return failed
+
+
+def _explain(error: BaseException) -> CommandFailed:
     if isinstance(error, LengthwiseError):
         return CommandFailed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -42,7 +72,7 @@ def explain(error: BaseException) -> CommandFailed:
             LengthwiseError.exit_code,
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("lengthwise"):
-        return explain(missing_package("this command", error.name))
+        return _explain(missing_package("this command", error.name))
     return _explain_bug(error)
 
 

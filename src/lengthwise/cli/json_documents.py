@@ -32,6 +32,8 @@ class FailureDocument(JsonDocument):
 
     error: str
     exit_code: int
+    run_folder: str | None = None
+    """The folder of the run that failed; left out where there is none."""
 
 
 class IndexDocument(JsonDocument):

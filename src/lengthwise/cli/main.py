@@ -123,11 +123,13 @@ def main() -> None:
         sys.exit(stopped.exit_code)
     except Preempted as stopped:  # before the command was called
         if is_first():  # torchrun stops all ranks when one fails, and that one has said why
+            if "--json" in sys.argv:
+                emit_json(explain(stopped).to_json())
             print_error(str(stopped))
         sys.exit(stopped.exit_code)
     except CommandFailed as failed:
         if "--json" in sys.argv:
-            emit_json({"error": failed.message, "exit_code": failed.exit_code})
+            emit_json(failed.to_json())
         if failed.exit_code == Preempted.exit_code and not is_first():
             sys.exit(failed.exit_code)  # torchrun stopped this rank because another failed, which says why
         note_for_torchrun(failed.message)
@@ -137,7 +139,7 @@ def main() -> None:
         sys.exit(failed.exit_code)
     except SystemExit as leave:
         if leave.code == USAGE and "--json" in sys.argv:
-            emit_json({"error": "wrong usage, explained on stderr", "exit_code": USAGE})
+            emit_json({"error": _usage_error(leave), "exit_code": USAGE})
         raise
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -149,6 +151,12 @@ def _signals_of(command: list[str]) -> AbstractContextManager[None]:
     if command == ["train"]:
         return stoppable_start()
     return ended_by_signals() if command == ["index"] else nullcontext()
+
+
+def _usage_error(leave: SystemExit) -> str:
+    """What the parser of the command line said on stderr before it left."""
+    format_message = getattr(leave.__context__, "format_message", None)
+    return "wrong usage, explained on stderr" if format_message is None else str(format_message())
 
 
 def _with_hint(error: typer.BadParameter) -> str:

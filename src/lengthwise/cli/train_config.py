@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
 from lengthwise.cli.ending import ask_to_stop, error_of, way_on
+from lengthwise.cli.failures import failures_of_run
 from lengthwise.cli.launch import (
     RUN_FOLDER_VARIABLE,
     check_nproc,
@@ -75,6 +76,7 @@ def train(
             overrides = [f"plan.policy={config.plan.policy}", *overrides]  # a policy that a file alone names is refused
         if resumed is not None:
             _check_resumed(resumed, path)
+            stack.enter_context(failures_of_run(resumed))
         resolved = load(path if resumed is None else resumed / "config.yaml", list(overrides))
         if is_rank():
             return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
@@ -176,6 +178,11 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
         LengthwiseError: with the message and exit code of the rank that failed; 75 if SIGTERM stopped it and it saved.
         KeyboardInterrupt: SIGINT stopped it.
     """
+    with failures_of_run(folder.path):
+        _launch(folder, arguments, nproc=nproc, max_restarts=max_restarts)
+
+
+def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int) -> None:
     log = stderr()
     folder.path.mkdir(parents=True, exist_ok=True)
     for stale in (folder.path / "status.json", folder.stop):
