@@ -5,11 +5,16 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
+
+Result = TypeVar("Result")
 
 MOST_PER_CORE = 32
 """Processes that a user may ask for; more only wait for each other, and a typing error should not stop a machine."""
@@ -55,6 +60,25 @@ class LibraryContext(SpawnContext):
     """Spawned processes that need nothing of the user's script: what they are sent is this library's own."""
 
     Process = _WithoutScript
+
+
+def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """What ``function`` returns, called in a process of its own, which is killed at once by whatever ends this call.
+
+    For functions of other languages during which Python handles no signal, such as Ctrl-C. All is sent by pickle.
+
+    Raises:
+        LengthwiseError: the process was killed.
+    """
+    with ProcessPoolExecutor(1, LibraryContext(), initializer=follow_parent) as pool:
+        worker = pool.submit(os.getpid).result()
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise LengthwiseError("the process at work was killed, perhaps for want of memory; free some") from None
+        except BaseException:
+            os.kill(worker, signal.SIGKILL)
+            raise
 
 
 def _end_with_parent() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.processes import call_in_process
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.documents_reader import read_documents
 from lengthwise.index.source_file import Format, WorkUnit
@@ -31,7 +32,14 @@ def train_bpe(
     """Write a tokenizer.json trained on an even sample of the corpus of ``num_bytes`` bytes.
 
     Deterministic: every k-th file (or work unit, in files of many documents), k chosen to read about ``SAMPLE_BYTES``.
+    Ctrl-C ends it at once, which the library would notice at its end alone.
     """
+    import_tokenizers()
+    stride = max(1, round(num_bytes / SAMPLE_BYTES))
+    call_in_process(_train, units, field, vocab_size, stride, path, limits)
+
+
+def _train(units: list[WorkUnit], field: str, vocab_size: int, stride: int, path: Path, limits: Limits) -> None:
     tokenizers = import_tokenizers()
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +50,6 @@ def train_bpe(
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    stride = max(1, round(num_bytes / SAMPLE_BYTES))
     model.train_from_iterator(_sample(units, field=field, stride=stride, limits=limits), trainer)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     model.save(str(partial))
