@@ -173,22 +173,30 @@ def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None
     for first in range(0, num_ranks, per_node):
         nodes.setdefault(of_ranks[first : first + per_node], []).append(first)
     traffic, elements = np.zeros((4, num_ranks)), _ElementsByPlace(sizes, owners % per_node, segments)
+    num_nodes = np.zeros(len(sizes))
     for parts, firsts in nodes.items():
         distinct = [segments[part] for part in dict.fromkeys(parts) if part is not None]
         if not distinct:
             continue
         needed = distinct[0] if len(distinct) == 1 else np.unique(np.concatenate(distinct))
-        of_owner = np.bincount(owners[needed], weights=sizes[needed], minlength=num_ranks)
+        num_nodes[needed] += len(firsts)
         landed = elements.sums(needed, len(parts))
         of_parts = np.array([elements.of_part(part, len(parts)) for part in parts])
         spread, local = of_parts.sum(axis=0), of_parts.diagonal()
         ranks = np.add.outer(firsts, np.arange(len(parts)))
-        traffic[0] += len(firsts) * of_owner
-        traffic[0, ranks] -= of_owner[ranks]
-        traffic[1, ranks] = landed - of_owner[ranks]
+        owned = _elements_of_owners(ranks, owners[needed], sizes[needed])
+        traffic[0, ranks] -= owned
+        traffic[1, ranks] = landed - owned
         traffic[2, ranks] = spread - local
         traffic[3, ranks] = of_parts.sum(axis=1) - local
+    traffic[0] += np.bincount(owners, weights=num_nodes * sizes, minlength=num_ranks)
     return traffic
+
+
+def _elements_of_owners(ranks: np.ndarray, owners: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """[nodes, ranks of one] Elements that each rank owns, of segments of some sizes in the order of their owners."""
+    ends = np.concatenate([[0.0], np.cumsum(sizes)])
+    return ends[np.searchsorted(owners, ranks, side="right")] - ends[np.searchsorted(owners, ranks)]
 
 
 class _ElementsByPlace:

@@ -155,12 +155,22 @@ def _of(rung: Rung, scheme: PipelineConfig) -> PipelineConfig:
 
 def _alone_s(candidate: Candidate, length: int) -> float:
     """Seconds of a step of one sequence: through all stages, and the update."""
+    return _passes_s(candidate, length) + candidate.update_s
+
+
+def _passes_s(candidate: Candidate, length: int) -> float:
+    """Seconds of one sequence through all stages."""
     stage_s = float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s
-    return stage_s * candidate.flow_stages + candidate.update_s
+    return stage_s * candidate.flow_stages
 
 
 def _fastest_s(candidates: Sequence[Candidate], length: int) -> float:
     """Seconds of a step of one sequence of ``length`` under the fastest that holds it; inf where none does."""
-    if not length:
-        return np.inf
-    return min((_alone_s(c, length) for c in candidates if c.max_tokens >= length), default=np.inf)
+    fastest_s = np.inf
+    if length:
+        passes = [(_passes_s(c, length), c) for c in candidates if c.max_tokens >= length]
+        for passes_s, candidate in sorted(passes, key=lambda item: item[0]):
+            if passes_s >= fastest_s:
+                break  # before updates, which take longer to price, are added
+            fastest_s = min(fastest_s, passes_s + candidate.update_s)
+    return fastest_s

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.garbage import collection_paused
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
@@ -82,6 +82,7 @@ class MemoryLimits:
         }
 
 
+@collection_paused()
 def memory_limits(
     model: ModelSpec,
     cluster: ClusterSpec,
@@ -104,14 +105,14 @@ def memory_limits(
             f"a sequence of {length:,} tokens is longer than the {model.max_positions:,} positions that {model.name} "
             f"has learned; give --length {model.max_positions} or less, or a model with rotary positions"
         )
-    price = partial(AnalyticCost, model=model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
-    cost, num_layers = price(), model.num_layers
+    cost = AnalyticCost(model=model, cluster=cluster, dtype=dtype, narrow_gradients=narrow_gradients)
+    num_layers = model.num_layers
     asked, levels = search_space, tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
     if search_space.methods is None and most_tokens(candidates) < (length or 1):
         search_space = search_space.widest
         candidates = tuple(priced(schemes_of(search_space, cost, recomputed=levels), cost, cluster))
-    on_host = price(state_on_host=True)
+    on_host = cost.with_state_on_host()
     costs = (cost, on_host)[: 1 + on_host.state_on_host]
     if not length:
         ladder = memory_ladder(asked, cost, on_host)

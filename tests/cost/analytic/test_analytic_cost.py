@@ -323,3 +323,36 @@ def test_shares_of_gradients_take_what_was_counted_beside_the_whole_ones_of_each
         )  # fmt: skip
         peak = cost.stage_memory(scheme, stage, num_devices=8).at(num_tokens).total
         assert peak / GIB == pytest.approx(counted, rel=0.04)
+
+
+IN_STAGES = [
+    replace(scheme_of(MODEL, method, stages=8, recomputed=recomputed), shard_gradients=shards, zero_bubble=splits)
+    for method, recomputed, shards, splits in (
+        (Method.ULYSSES, 0, False, False), (Method.RING, 32, True, False), (Method.ULYSSES, 0, False, True),
+        (Method.MEGATRON_TS, 0, False, False),
+        (Method.METP, 16, False, False),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", [*IN_STAGES, MIXED], ids=lambda scheme: scheme.name)
+def test_peaks_are_those_of_all_stages(scheme):
+    tokens = np.array([0, 1, 1000, 100_000, 10_000_000])
+    stages = [COST.stage_memory(scheme, stage, num_devices=16) for stage in range(scheme.num_stages)]
+    most = np.max([line.at(tokens) for stage in stages for line in stage.lines], axis=0)
+    assert COST.peak_bytes(tokens, scheme, num_devices=16).tolist() == most.astype(np.int64).tolist()
+
+
+@pytest.mark.parametrize("name", ["2x8xA800-80GB", "1x1xA800-80GB"])
+def test_costs_with_the_state_on_the_host_are_those_made_for_it(name):
+    cluster, lengths = cluster_preset(name), np.array([17, 3000])
+    on_device = AnalyticCost(model=MODEL, cluster=cluster)
+    on_host, fresh = on_device.with_state_on_host(), AnalyticCost(model=MODEL, cluster=cluster, state_on_host=True)
+    for scheme in [DENSE, *(SCHEMES + IN_STAGES if cluster.num_devices > 1 else ())]:
+        for cost, as_made in ((on_device, AnalyticCost(model=MODEL, cluster=cluster)), (on_host, fresh)):
+            peaks, expected = (
+                of.peak_bytes(lengths, scheme, num_devices=cluster.num_devices) for of in (cost, as_made)
+            )
+            assert peaks.tolist() == expected.tolist()
+            assert cost.time_s(lengths, scheme) == as_made.time_s(lengths, scheme)
+        assert on_host.host_bytes(5, scheme, num_devices=16) == fresh.host_bytes(5, scheme, num_devices=16)

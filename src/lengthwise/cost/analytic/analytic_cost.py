@@ -76,6 +76,16 @@ class AnalyticCost(SeparableCost):
         self._host_tokens = SchemeCache(partial(host_bytes_per_token, model, dtype=dtype))
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
+    def with_state_on_host(self) -> "AnalyticCost":
+        """Price with the optimizer's state on the host; share with this cost what does not depend on that."""
+        other = AnalyticCost(
+            model=self.model, cluster=self.cluster, dtype=self.dtype, state_on_host=True,
+            narrow_gradients=self.narrow_gradients,
+        )  # fmt: skip
+        other._layers, other._stages, other._host_tokens = self._layers, self._stages, self._host_tokens
+        other._moments = self._moments
+        return other
+
     def update_parts(self, strategy: Strategy) -> UpdateParts:
         """Seconds of push, optimizer and pull, each by itself."""
         return self.mover.update_parts(strategy)
@@ -145,8 +155,19 @@ class AnalyticCost(SeparableCost):
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         self._refuse_what_cannot_run(scheme)
-        stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
+        numbers = (stage for stage in range(scheme.num_stages) if not self._is_less(scheme, stage, num_devices))
+        stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in numbers)
         return tuple(line for stage in stages for line in stage.lines)
+
+    def _is_less(self, scheme: PipelineConfig, stage: int, num_devices: int) -> bool:
+        """Whether a stage has no more bytes than the one before at any moment: both are alike and between others, and
+        the later keeps fewer micro-batches and has fewer pushes under way.
+        """
+        layers = self._layers(scheme)
+        if not 1 < stage < scheme.num_stages - 1 or layers[stage] != layers[stage - 1]:
+            return False
+        before, numbers = (self._numbers_of(scheme, number, num_devices) for number in (stage - 1, stage))
+        return numbers.num_pushed <= before.num_pushed and numbers == before._replace(num_pushed=numbers.num_pushed)
 
     def _alike(self, scheme: PipelineConfig, stage: int) -> tuple[Any, ...]:
         """What stages share that take as long: how many layers there are of each kind, where in the pipeline they are,
@@ -186,7 +207,7 @@ class AnalyticCost(SeparableCost):
         sliced = sliced_bytes(layers, self.model, scheme, stage, widths)
         moving = moving_bytes(layers)
         settings = scheme.degree, scheme.weights, scheme.shard_gradients, scheme.zero_bubble, scheme.slices
-        where = num_devices, stage, scheme.stage_layers, settings, scheme.tile_tokens
+        where = num_devices, stage, scheme.stage_layers, settings, scheme.tile_tokens, self._has_gone(num_devices)
         key = *where, layers[0], layers[-1], *moving.items()
         if key not in self._moments:
             self._moments[key] = self._moments_beside_saved(
@@ -218,7 +239,7 @@ class AnalyticCost(SeparableCost):
         freed = 0.0 if scheme.zero_bubble else last.on_device * sliced.share  # gradients of weights wait for it
         lines_of = partial(
             backward_lines, moving, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens,
-            gone=larger_unit_gradients(self.model) * gradient if self.state_on_host and num_devices == 1 else 0.0,
+            gone=larger_unit_gradients(self.model) * gradient if self._has_gone(num_devices) else 0.0,
         )  # fmt: skip
         tied = tied_gradient_bytes(self.model, scheme, width=widths[0])
         buffers = tied + sliced.head + max(layer.volume.buffer_bytes for layer in moving)
@@ -244,6 +265,10 @@ class AnalyticCost(SeparableCost):
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
             moments += (pull_moment(first.volume, self.model, numbers.num_held, degree=degree, width=widths[0]),)
         return moments
+
+    def _has_gone(self, num_devices: int) -> bool:
+        """Whether gradients of the head are on the host before the backwards of layers."""
+        return self.state_on_host and num_devices == 1
 
     def _numbers_of(self, scheme: PipelineConfig, stage: int, num_devices: int) -> StageNumbers:
         """What schemes share whose stages hold as many layers, of as many ranks that hold them alike."""
