@@ -11,7 +11,7 @@ from typing import Any
 
 from lengthwise.cli.main import main
 from lengthwise.core.errors import CheckError
-from lengthwise.runtime.train import trainer
+from lengthwise.runtime.train import training_engine
 
 RANK = int(os.environ["RANK"])
 SLOW_S = 60.0
@@ -43,14 +43,14 @@ def inject(rank: str, step: str, what: str) -> None:
         return
     if int(step) < 0:
         fail(what)
-    run_step = trainer.run_step
+    run_step = training_engine.run_step
 
     def run_or_fail(plan: Any, *arguments: Any, **options: Any) -> Any:
         if plan.step == int(step):
             fail(what)
         return run_step(plan, *arguments, **options)
 
-    trainer.run_step = run_or_fail
+    training_engine.run_step = run_or_fail
 
 
 if __name__ == "__main__":

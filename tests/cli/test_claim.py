@@ -42,7 +42,7 @@ def test_a_run_that_was_replaced_while_it_slept_says_nothing_in_the_folder(tmp_p
             ask_to_stop(folder)
             assert folder.read_json("status.json")["state"] == RUNNING and not folder.stop.exists()
             assert "another run has taken it over" in capsys.readouterr().err
-            assert "another run has taken it over" in str(error_of(folder, ""))
+            assert "another run has taken it over" in str(error_of(folder, killed=""))
 
 
 def test_a_rank_without_a_lock_looks_for_another_run_after_it_slept(tmp_path, monkeypatch):

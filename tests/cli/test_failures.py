@@ -112,10 +112,21 @@ def test_json_on_stdout_is_json_whatever_the_numbers(capsys):
 
 
 @pytest.mark.parametrize(
-    ("redirection", "code"), [("| head -1", 0), (">&-", 0), ("2>&- >/dev/null", 0), (">/dev/full", 1)]
+    ("redirection", "code"),
+    [
+        ("| head -1", 0),
+        (">&-", 0),
+        ("2>&- >/dev/null", 0),
+        (">/dev/full", 1),
+        ("--help >/dev/full", 1),
+        ("--json >/dev/full", 1),
+        ("--json train.steps=-1 >/dev/full", 2),
+        ("train.steps=-1 2>/dev/full", 2),
+    ],
 )
 def test_readers_that_leave_and_streams_that_are_closed_or_full(redirection, code):
     command = f"set -o pipefail; {sys.executable} -m lengthwise config {redirection}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert sum(line.startswith("error: ") for line in done.stderr.splitlines()) <= 1

@@ -104,6 +104,17 @@ def test_when_all_ranks_are_killed_bare_torchrun_starts_them_again(start, undist
     assert_same_run(run.folder, undisturbed)
 
 
+def test_when_a_rank_is_killed_while_ranks_meet_all_are_started_again(start, undisturbed):
+    """torchrun signals the other one, which takes it for no request to stop."""
+    run = start("--max-restarts", 1)
+    wait_until(lambda: (run.folder.path / "ranks.lock").exists() and list(run.process.ranks.glob("1.*")))
+    (second,) = run.process.ranks.glob("1.*")
+    os.kill(int(second.suffix[1:]), signal.SIGKILL)
+    code, printed = run.end()
+    assert code == 0 and "stop" not in printed, printed[-3000:]
+    assert_same_run(run.folder, undisturbed)
+
+
 def assert_saved_and_ended(run: Run, code: int) -> None:
     ended, printed = run.end()
     assert ended == code, printed[-3000:]
@@ -129,7 +140,8 @@ def test_a_run_goes_on_with_any_number_of_ranks_after_it_was_stopped_or_killed(s
     again.kill(2)
     code, printed = again.end()
     assert code == 1
-    assert f"error: rank 2 was killed by SIGKILL. Go on with: lengthwise train --resume {run.folder.path}" in printed
+    assert "error: rank 2 was killed by SIGKILL" in printed
+    assert f". Go on with: lengthwise train --resume {run.folder.path}" in printed
 
     lengthwise("train", "--resume", run.folder.path)
     assert_same_run(run.folder, undisturbed, tolerance=ROUNDING)

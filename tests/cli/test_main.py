@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -56,6 +57,28 @@ def test_interrupts_exit_with_130(cli, monkeypatch):
 
     monkeypatch.setattr("lengthwise.cli.commands.config.load", interrupt)
     assert cli("config")[0] == 130
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, "stopped by SIGTERM while"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "stopped by a signal, as torchrun sends where it"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LENGTHWISE_LAUNCHER": "1"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+    ],
+)
+def test_who_is_told_that_a_signal_stopped_a_process_before_it_began(cli, monkeypatch, variables, words):
+    """Not the user by a rank whose launcher says which one has failed."""
+    for name in ("RANK", "WORLD_SIZE", "LENGTHWISE_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "lengthwise.cli.commands.train.split_arguments", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    code, _, err = cli("train")
+    assert code == 75 and words in err and bool(err) == bool(words)
 
 
 def test_a_printed_configuration_says_which_words_a_setting_may_be(cli):

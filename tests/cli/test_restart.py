@@ -20,6 +20,7 @@ from lengthwise.cli.restart import (
     settings_of,
     write_status,
 )
+from lengthwise.cli.train_config import _note_interrupted
 from lengthwise.config.run_config import check, load
 from lengthwise.core.errors import (
     CheckError,
@@ -30,6 +31,7 @@ from lengthwise.core.errors import (
     Preempted,
 )
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.train.stop import StopCause
 from lengthwise.session import own_run
 
 CONFIG = check({"seed": 7, "optim": {"betas": [0.9, 0.99], "eps": 1e-8}})
@@ -108,6 +110,72 @@ def test_ranks_go_on_without_a_machine_whose_processes_were_signalled_to_stop(fo
     assert earlier_end(folder) is None
     monkeypatch.setenv("LENGTHWISE_LAUNCHER", "1")
     assert earlier_end(folder) == 75, "the launcher asks all ranks, and starts none again"
+
+
+class Ended(BaseException):
+    """Of a process, with its exit code."""
+
+
+@pytest.fixture
+def end_start(folder, monkeypatch):
+    """The exit code of a rank that ends before the first step."""
+
+    def leave(code):
+        raise Ended(code)
+
+    def end(cause):
+        monkeypatch.setattr("os._exit", leave)
+        monkeypatch.setattr(worker, "ASKED_WITHIN_S", 0.0)
+        claim = RanksClaim(folder)
+        claim.take(is_restarted=False)
+        with pytest.raises(Ended) as ended:
+            worker._end_start(folder, claim, cause)
+        assert not claim.is_taken
+        return ended.value.args[0]
+
+    return end
+
+
+def test_ranks_that_torchrun_ends_before_the_first_step_blame_nobody_under_the_launcher(
+    folder, end_start, restarted, monkeypatch, capfd
+):
+    """Another rank was killed: the launcher names it, or starts all again."""
+    monkeypatch.setenv("LENGTHWISE_LAUNCHER", "1")
+    write_status(folder, RUNNING)
+    assert end_start(StopCause.SIGNAL) == 1
+    assert folder.read_json("status.json")["state"] == RUNNING and not capfd.readouterr().err
+    restarted(1)
+    assert earlier_end(folder) is None
+
+
+def test_ranks_that_the_launcher_was_asked_to_stop_before_the_first_step_are_not_tried_again(
+    folder, end_start, restarted, monkeypatch
+):
+    """The signal of a scheduler and the file of the launcher are one request."""
+    monkeypatch.setenv("LENGTHWISE_LAUNCHER", "1")
+    folder.stop.touch()
+    assert end_start(StopCause.SIGNAL) == 75
+    restarted(1)
+    assert earlier_end(folder) == 75 and "asked to stop" in folder.read_json("status.json")["error"]
+
+
+def test_ranks_that_a_torchrun_ends_before_the_first_step_say_what_it_may_mean(folder, end_start, restarted):
+    assert end_start(StopCause.SIGNAL) == 75
+    assert (
+        "as torchrun sends where it is asked to stop or has lost another rank"
+        in folder.read_json("status.json")["error"]
+    )
+    restarted(1)
+    assert earlier_end(folder) is None
+
+
+def test_ctrl_c_before_ranks_have_met_leaves_nothing_behind(folder, capfd):
+    """It may come while torchrun is still imported."""
+    _note_interrupted(folder)
+    assert not list(folder.path.iterdir()) and not capfd.readouterr().err
+    write_status(folder, RUNNING)
+    _note_interrupted(folder)
+    assert "ended at once by a second Ctrl-C" in capfd.readouterr().err
 
 
 def test_a_rank_whose_launcher_is_gone_is_tried_again(folder, restarted):
@@ -218,7 +286,8 @@ def note(cause):
     sys.stderr.write(f"to stop: {cause.name}")
     sys.stderr.flush()
     os._exit(0)
-end_with_parent(StopRequest(Path("nowhere"), end_start=note).note_launcher_gone)
+stop = StopRequest(Path("nowhere"), end_start=note)
+stop.heed_launcher(end_with_parent(stop.look))
 try:
     os.write(1, b"ready\\n")
 except BrokenPipeError:

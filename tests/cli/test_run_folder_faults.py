@@ -184,6 +184,19 @@ def test_a_record_that_a_kill_cut_off_is_no_damage(copied):
     RunFolder(copied).check_records()
 
 
+@pytest.mark.parametrize("override", ["run_folder=elsewhere", "name=other", "output=elsewhere"])
+def test_a_resumed_run_is_not_moved_or_renamed_by_its_configuration_alone(cli, copied, override):
+    assert f"error: {override}: --resume goes on in" in refusal(cli, "train", "--resume", copied, override)
+
+
+def test_a_resumed_run_of_which_nothing_is_left_keeps_its_record(copied):
+    before = {name: (copied / name).read_bytes() for name in ("config.yaml", "provenance.json", "metrics.jsonl")}
+    kept = [f"run_folder={copied}", "name=run"]
+    told = lengthwise("train", "--resume", copied, "train.steps=3", "optim.lr=1", *kept).stderr
+    assert "nothing is left to train: 4 of train.steps=3 steps are done" in told
+    assert before == {name: (copied / name).read_bytes() for name in before}
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_their_names(copied):
     for path in candidates(copied / "checkpoints"):
         file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lengthwise.cli.launch import STOPPED_AFTER_S, check_nproc, killed_first
+from lengthwise.cli.launch import STOPPED_AFTER_S, check_nproc, failed_first, killed_first
 from lengthwise.cli.signals import Terminated, children_of, ended_by_signals, kill_children
 from lengthwise.core.errors import InputError
 from tests.cli.runs import Run, make_corpus, settings, wait_until
@@ -122,6 +122,11 @@ def test_the_rank_that_a_signal_killed_first_is_told():
     assert killed_first(failures((1, 104), (-9, 100), (-15, 101))).startswith("rank 1 was killed by SIGKILL")
     assert killed_first(failures((-11, 100), (1, 100))) == "rank 0 was killed by SIGSEGV"
     assert killed_first(failures((1, 100), (-15, 100))) == ""
+
+
+def test_the_rank_that_ended_first_is_told_where_no_rank_said_why():
+    assert failed_first(failures((1, 101), (7, 100))) == "rank 1 ended with exit code 7, and said nothing"
+    assert failed_first(failures((-15, 100), (1, 101))) == "rank 0 ended with SIGTERM, and said nothing"
 
 
 def test_a_rank_that_torchrun_killed_because_another_failed_is_not_told():

@@ -11,8 +11,9 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import candidates
 
 
-def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
-    """Why a run ended, with its exit code; ``killed``: which rank a signal killed, if one did.
+def error_of(folder: RunFolder, *, killed: str, failed: str = "") -> LengthwiseError:
+    """Why a run ended, with its exit code; ``killed``: which rank a signal killed, if one did; ``failed``: which one
+    ended first.
 
     A rank that was killed cannot write status.json; then this does.
     """
@@ -29,7 +30,7 @@ def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
             f"{shown(folder.path)} was removed or moved while the run wrote to it. Where it is still there, by another "
             "name, go on with: lengthwise train --resume NAME"
         )
-    words = f"{killed or status.get('error') or 'a rank died'}. {way_on(folder)}"
+    words = f"{killed or status.get('error') or failed or 'a rank died'}. {way_on(folder)}"
     with suppress(OSError):
         if state in (RUNNING, CRASHED, None):
             write_status(folder, CRASHED, exit_code=LengthwiseError.exit_code, error=words)

@@ -50,6 +50,8 @@ class LaunchOutcome:
     well: bool
     killed: str = ""
     """Which rank a signal killed, if one did."""
+    failed: str = ""
+    """Which rank ended first, and how, whatever ended it."""
     was_asked: bool = False
     """Whether a signal asked the launcher to stop them."""
 
@@ -122,7 +124,10 @@ def torchrun(
                 ended = LaunchOutcome(well=True, was_asked=bool(signals.received))
             except ChildFailedError as failed:
                 ended = LaunchOutcome(
-                    well=False, killed=killed_first(failed.failures), was_asked=bool(signals.received)
+                    well=False,
+                    killed=killed_first(failed.failures),
+                    failed=failed_first(failed.failures),
+                    was_asked=bool(signals.received),
                 )
             except KeyboardInterrupt:  # raised below torchrun when the ranks were killed, so that it starts none again
                 ended = LaunchOutcome(well=False, was_asked=True)
@@ -155,6 +160,15 @@ def killed_first(failures: "Mapping[int, ProcessFailure]") -> str:
         return ""  # by torchrun; those that lose a rank end within seconds
     hint = ", as the system does where memory runs out" if -first.exitcode == signal.SIGKILL else ""
     return f"rank {first.local_rank} was killed by {first.signal_name()}{hint}"
+
+
+def failed_first(failures: "Mapping[int, ProcessFailure]") -> str:
+    """The rank that ended first, in words; torchrun ended the others because of it."""
+    if not failures:
+        return ""
+    first = min(failures.values(), key=lambda failure: failure.timestamp)
+    how = f"exit code {first.exitcode}" if first.exitcode >= 0 else first.signal_name()
+    return f"rank {first.local_rank} ended with {how}, and said nothing"
 
 
 def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -14,10 +14,12 @@ import typer.core
 import typer.main
 
 from lengthwise.cli.failures import CommandFailed, explain
+from lengthwise.cli.launch import LAUNCHER_VARIABLE, is_rank
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.cli.signals import Terminated, ended_by_signals, stoppable_start
-from lengthwise.core.errors import Preempted
-from lengthwise.session.console import emit_json, prepare_streams, print_error
+from lengthwise.core.atomic_write import reason
+from lengthwise.core.errors import LengthwiseError, Preempted
+from lengthwise.session.console import discard_stdout, emit_json, prepare_streams, print_error, write_out
 
 USAGE = 2
 """The exit code of a command line that cannot be read."""
@@ -122,16 +124,17 @@ def main() -> None:
         print_error(str(stopped))
         sys.exit(stopped.exit_code)
     except Preempted as stopped:  # before the command was called
-        if is_first():  # torchrun stops all ranks when one fails, and that one has said why
+        if _tells_of_stop():
             if "--json" in sys.argv:
-                emit_json(explain(stopped).to_json())
+                _emit_error(explain(stopped).to_json())
             print_error(str(stopped))
         sys.exit(stopped.exit_code)
     except CommandFailed as failed:
         if "--json" in sys.argv:
-            emit_json(failed.to_json())
-        if failed.exit_code == Preempted.exit_code and not is_first():
-            sys.exit(failed.exit_code)  # torchrun stopped this rank because another failed, which says why
+            _emit_error(failed.to_json())
+        _drop_unwritten()
+        if failed.exit_code == Preempted.exit_code and not _tells_of_stop():
+            sys.exit(failed.exit_code)
         note_for_torchrun(failed.message)
         if not is_first():
             time.sleep(SAME_ERROR_WITHIN_S)  # torchrun ends this rank meanwhile if the first failed too
@@ -139,11 +142,34 @@ def main() -> None:
         sys.exit(failed.exit_code)
     except SystemExit as leave:
         if leave.code == USAGE and "--json" in sys.argv:
-            emit_json({"error": _usage_error(leave), "exit_code": USAGE})
+            _emit_error({"error": _usage_error(leave), "exit_code": USAGE})
         raise
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         sys.exit(0)
+    except OSError as error:  # of stdout, to which the parser of the command line writes help
+        discard_stdout()
+        print_error(f"stdout cannot be written ({reason(error)})")
+        sys.exit(LengthwiseError.exit_code)
+
+
+def _emit_error(document: dict[str, Any]) -> None:
+    """Print the document of a command that failed, unless stdout cannot be written, which may be why it did."""
+    with suppress(LengthwiseError, BrokenPipeError):
+        emit_json(document)
+
+
+def _drop_unwritten() -> None:
+    """Throw away what a command that failed could not write to stdout: python would fail for it as it ends."""
+    with suppress(LengthwiseError, BrokenPipeError):
+        write_out("")
+
+
+def _tells_of_stop() -> bool:
+    """Whether this process says that a signal stopped it, before it had begun: of ranks the first alone, and none whose
+    launcher tells what became of them, as torchrun also stops all ranks where one has failed.
+    """
+    return is_first() and not (is_rank() and LAUNCHER_VARIABLE in os.environ)
 
 
 def _signals_of(command: list[str]) -> AbstractContextManager[None]:
@@ -187,9 +213,9 @@ def _guarded(run: Callable[..., None]) -> Callable[..., None]:
     def run_guarded(*arguments: Any, **options: Any) -> None:
         try:
             run(*arguments, **options)
-            sys.stdout.flush()
+            write_out("")
         except BrokenPipeError:  # such as `lengthwise config | head -1`: the reader has what it wants
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_stdout()
             raise SystemExit(0) from None
         except (Exception, KeyboardInterrupt, Terminated) as error:
             if type(error).__module__.startswith(("typer", "click")):  # the parser's own, such as typer.Exit

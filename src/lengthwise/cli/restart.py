@@ -175,21 +175,25 @@ def settings_of(config: Config, folder: RunFolder, *, resume: bool) -> Config:
     return config  # the same command again: it goes on
 
 
-def end_with_parent(end: Callable[[], object]) -> None:
+def end_with_parent(end: Callable[[], object]) -> Callable[[], bool]:
     """Call ``end``, which ends this rank, once torchrun is gone: nobody watches it, and a successor may write where it
-    does.
+    does. Returns what tells, at any moment, whether torchrun is gone.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
+        return lambda: False
     parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
+    def is_gone() -> bool:
+        return os.getppid() != parent
+
     def watch() -> None:
-        while os.getppid() == parent:
+        while not is_gone():
             time.sleep(PARENT_EVERY_S)
         shutil.rmtree(os.environ.get(LAUNCHER_FOLDER_VARIABLE, ""), ignore_errors=True)
         end()
 
     threading.Thread(target=watch, daemon=True).start()
+    return is_gone
 
 
 @dataclass(frozen=True, kw_only=True)

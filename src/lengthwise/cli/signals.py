@@ -11,7 +11,10 @@ from types import FrameType
 from typing import Any, Self
 
 from lengthwise.core.errors import Preempted
+from lengthwise.core.launcher_variables import has_rank
 from lengthwise.runtime.train.stop import AGAIN_AFTER_S, stop_signals
+
+STOPPED_BY_TORCHRUN = "stopped by a signal, as torchrun sends where it is asked to stop or has lost another rank,"
 
 
 class SignalsOfRanks:
@@ -82,7 +85,8 @@ def stoppable_start() -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"stopped by {signal.Signals(number).name} while no step was trained")
+        by = STOPPED_BY_TORCHRUN if has_rank() else f"stopped by {signal.Signals(number).name}"
+        raise Preempted(f"{by} while no step was trained")
 
     numbers = [number for number in stop_signals() if number != signal.SIGINT]
     handlers = {number: signal.signal(number, stop) for number in numbers}

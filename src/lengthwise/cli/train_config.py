@@ -21,8 +21,9 @@ from lengthwise.cli.launch import (
     torchrun,
 )
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
-from lengthwise.config.run_config import Config, load
+from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
+from lengthwise.core.atomic_write import shown
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted, missing_package
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest
@@ -77,7 +78,7 @@ def train(
         if resumed is not None:
             _check_resumed(resumed, path)
             stack.enter_context(failures_of_run(resumed))
-        resolved = load(path if resumed is None else resumed / "config.yaml", list(overrides))
+        resolved = load(path, list(overrides)) if resumed is None else _load_of(resumed, overrides)
         if is_rank():
             return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
         check_nproc(nproc)
@@ -96,6 +97,24 @@ def _check_resumed(folder: Path, config: Path | None) -> None:
     if config is not None:
         raise InputError(f"--resume goes on with {folder}/config.yaml; give overrides, not another config ({config})")
     RunFolder(folder).check()
+
+
+def _load_of(folder: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of a run that is resumed, changed by ``overrides``.
+
+    Raises:
+        InputError: an override is wrong, or names another place or name for the run, which has its folder.
+    """
+    config, saved = load(folder / "config.yaml", list(overrides)), load_saved(folder / "config.yaml")
+    for key in {override.partition("=")[0].strip() for override in overrides} & {"run_folder", "output", "name"}:
+        value = getattr(config, key)
+        is_kept = Path(value).resolve() == folder.resolve() if key == "run_folder" else value == getattr(saved, key)
+        if not is_kept:
+            raise InputError(
+                f"{key}={value}: --resume goes on in {shown(folder)}, whose place and name stay; leave {key} out, "
+                f"or go on in a copy: cp -r {shown(folder)} COPY; lengthwise train --resume COPY"
+            )
+    return config
 
 
 def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFolder | None:
@@ -213,7 +232,7 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
         return
     if ended.was_asked and not status:
         raise Preempted("asked to stop before the ranks had started; start it again")
-    raise error_of(folder, ended.killed)
+    raise error_of(folder, killed=ended.killed, failed=ended.failed)
 
 
 def _note_interrupted(folder: RunFolder) -> None:
@@ -221,7 +240,7 @@ def _note_interrupted(folder: RunFolder) -> None:
     status = read_status(folder)
     if status.get("exit_code") == Preempted.exit_code:
         state, words = PREEMPTED, status.get("error", "")
-    elif status.get("state") in OVER:
+    elif not status or status.get("state") in OVER:  # the former: ranks have not met, and there is nothing to lose
         return
     else:
         state, words = CRASHED, f"ended at once by a second Ctrl-C, without saving. {way_on(folder)}"

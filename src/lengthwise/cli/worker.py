@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.cli.claim import RanksClaim, check_seen_by_all
 from lengthwise.cli.compiler_cache import set_aside_foreign
+from lengthwise.cli.launch import LAUNCHER_VARIABLE
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.restart import (
@@ -27,6 +29,7 @@ from lengthwise.cli.restart import (
     write_status,
 )
 from lengthwise.cli.same_start import run_to_compare, settings_to_compare
+from lengthwise.cli.signals import STOPPED_BY_TORCHRUN
 from lengthwise.cli.step_log import StepLog
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import make_folder
@@ -58,6 +61,9 @@ if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.train.step_metrics import StepCallback
 
+ASKED_WITHIN_S = 1.0
+"""How much sooner than the launcher a rank may get the signal that asks both to stop."""
+
 
 def run_worker(
     config: Config, folder: RunFolder, *, resume: bool, fall_back: bool = False, quiet: bool = False
@@ -71,7 +77,7 @@ def run_worker(
 
     claim = RanksClaim(folder)
     stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim))
-    end_with_parent(stop.note_launcher_gone)
+    stop.heed_launcher(end_with_parent(stop.look))
     try:
         if is_first():
             make_folder(folder.path, setting="run_folder")
@@ -107,18 +113,39 @@ def run_worker(
 
 
 def _end_start(folder: RunFolder, claim: RanksClaim, cause: StopCause) -> NoReturn:
-    """End a rank that is to stop while it starts; there is nothing to save."""
+    """End a rank that is to stop while it starts; there is nothing to save.
+
+    The launcher passes a request on by the file alone. Under it, a signal without one is torchrun's, which ends all
+    ranks where one is gone: the launcher names that one, or starts all of them again.
+    """
+    if cause is StopCause.SIGNAL and LAUNCHER_VARIABLE in os.environ:
+        if not _is_stop_asked(folder):
+            claim.release()
+            os._exit(LengthwiseError.exit_code)
+        cause = StopCause.FILE
     if is_first() and not claim.is_taken:
         os._exit(Preempted.exit_code)  # the folder may be another run's
     has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
     way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
     before = f"before the first step, which left everything as it was. Go on with: {way}"
-    error: LengthwiseError = Preempted(f"asked to stop {before}", by_signal=cause is StopCause.SIGNAL)
+    error: LengthwiseError = Preempted(f"asked to stop {before}")
+    if cause is StopCause.SIGNAL:
+        error = Preempted(f"{STOPPED_BY_TORCHRUN} {before}", by_signal=True)
     if cause is StopCause.LAUNCHER_GONE:
         error = CommunicationError(f"the process that started this rank is gone {before}")
     report_error(folder, error)
     claim.release()
     os._exit(error.exit_code)
+
+
+def _is_stop_asked(folder: RunFolder) -> bool:
+    """Whether the launcher was asked to stop the run; a scheduler may signal ranks a moment before it."""
+    end_s = time.monotonic() + ASKED_WITHIN_S
+    while not folder.stop.exists():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(ASKED_WITHIN_S / 20)
+    return True
 
 
 def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
@@ -195,8 +222,9 @@ def _train(
             num_bytes = trainer.checkpoint_bytes
             if warning := space_warning(start.folder, num_bytes=num_bytes, keep=config.train.keep_checkpoints):
                 stderr().print(warning, soft_wrap=True)
-            # not before: a refused run leaves a folder as it was
-            _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
+            # not before: a refused run leaves a folder as it was; so does one of which nothing is left to train
+            if not (trainer.is_done and start.folder.config.is_file()):
+                _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
         trainer.fit()
     finally:
         parts.close()
@@ -266,19 +294,25 @@ def _octaves(longest: int) -> tuple[int, ...]:
 
 
 def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: bool) -> list["StepCallback"]:
-    from lengthwise.runtime.train.trackers import MLflow, TensorBoard, Trackio, WeightsAndBiases
+    from lengthwise.runtime.train import trackers
 
     train = config.train
+
+    def warn(words: str) -> None:
+        stderr().print(words, soft_wrap=True)
+
     callbacks: list[StepCallback] = []
     if not quiet:
         callbacks.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=is_measured))
-    callbacks.append(CheckpointAdvice(train, lambda words: stderr().print(words, soft_wrap=True)))
-    if train.tensorboard:
-        callbacks.append(TensorBoard(folder.tensorboard))
-    if train.wandb:
-        callbacks.append(WeightsAndBiases(folder.path, config))
-    if train.trackio:
-        callbacks.append(Trackio(folder.path, config))
-    if train.mlflow:
-        callbacks.append(MLflow(folder.path, config))
+    callbacks.append(CheckpointAdvice(train, warn))
+    begins: dict[str, Callable[[], StepCallback]] = {
+        "tensorboard": partial(trackers.TensorBoard, folder.tensorboard),
+        "wandb": partial(trackers.WeightsAndBiases, folder.path, config),
+        "trackio": partial(trackers.Trackio, folder.path, config),
+        "mlflow": partial(trackers.MLflow, folder.path, config),
+    }
+    is_new = num_restarts() == 0  # else the tracker began before, and a run that has come so far goes on without it
+    for name, begin in begins.items():
+        if getattr(train, name):
+            callbacks.append(trackers.LastingTracker(f"train.{name}", begin, warn=warn, must_begin=is_new))
     return callbacks

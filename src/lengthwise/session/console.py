@@ -4,22 +4,29 @@ Consoles print text as it is: rich's markup is off in messages, tables and progr
 and other libraries' errors may hold brackets. Other modules get their consoles here and never make their own.
 """
 
+import errno
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from lengthwise.core.atomic_write import reason
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.launcher_variables import has_rank
 
 if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
     from rich.console import Console
     from rich.progress import Progress
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What would steer a terminal or turn its text round, instead of being seen."""
 
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINTR)
+"""Why a message cannot be written where a later one may be."""
 
 SCHEMA_VERSION = 1
 """Version of the documents under ``--json``; it grows when a field goes or changes its meaning."""
@@ -33,7 +40,32 @@ def emit_json(fields: dict[str, Any]) -> None:
         text = json.dumps(document, indent=1, allow_nan=False)
     except ValueError:
         text = json.dumps(_finite(document), indent=1, allow_nan=False)
-    sys.stdout.write(text + "\n")
+    write_out(text + "\n")
+
+
+def write_out(text: str) -> None:
+    """Write to stdout at once; without a text, what is still to be written.
+
+    Raises:
+        LengthwiseError: it cannot be written, as where the disk under it is full.
+        BrokenPipeError: its reader has what it wants.
+    """
+    try:
+        if text:  # a full device refuses also nothing
+            sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_stdout()
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise LengthwiseError(f"stdout cannot be written ({reason(error)}); the command's answer is lost") from None
+
+
+def discard_stdout() -> None:
+    """Throw away what is still to be written to stdout, so that python does not fail for it as it ends."""
+    with suppress(OSError, ValueError):  # the latter: it is none of the system's, as in tests
+        _turn_to_null(sys.stdout.fileno())
 
 
 def stderr() -> "Console":
@@ -75,39 +107,87 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-class LastingStream(io.TextIOWrapper):
-    """A stream of messages whose reader may go, as ``tee`` does at a Ctrl-C: what comes after is thrown away."""
+class LastingFile(io.FileIO):
+    """The file of a stream of messages, of which none is worth its run: what cannot be written is thrown away.
 
-    def write(self, text: str, /) -> int:
-        """Write ``text``, or nothing if nobody reads it."""
-        return self._unless_broken(partial(super().write, text)) or len(text)
+    That is all that follows where the reader has gone, as ``tee`` does at a Ctrl-C, or the terminal; a full disk may
+    have room again.
+    """
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Write ``data``, as far as that is possible."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest and (written := super().write(rest)):
+                rest = rest[written:]
+        except OSError as error:
+            if error.errno not in _PASSING:
+                _turn_to_null(self.fileno())
+        return size
+
+
+class _LastingText:
+    """The stream of whoever calls this library, such as a notebook; what it refuses is thrown away."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        """Flush, unless nobody reads it."""
-        self._unless_broken(super().flush)
+        with suppress(OSError):
+            self._stream.flush()
 
-    def _unless_broken(self, call: Callable[[], int | None]) -> int | None:
-        try:
-            return call()
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-            return None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def prepare_streams() -> None:
     """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is escaped. What
-    nobody reads on stderr ends nothing.
+    cannot be written to stderr ends nothing; nor to stdout in ranks, which have no answer to give.
     """
+    _open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
-        elif hasattr(stream, "reconfigure"):
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if type(sys.stderr) is io.TextIOWrapper:
-        sys.stderr.flush()
-        same = open(sys.stderr.fileno(), "wb", closefd=False)  # noqa: SIM115 - open until the process ends
-        sys.stderr = LastingStream(same, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+        if type(stream) is io.TextIOWrapper and (name == "stderr" or has_rank()):
+            with suppress(OSError):
+                stream.flush()
+            same = LastingFile(stream.fileno(), "w", closefd=False)
+            options: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True, "write_through": True}
+            setattr(sys, name, io.TextIOWrapper(cast(BinaryIO, same), stream.encoding, **options))
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that the shell closed, also for processes started later.
+
+    It takes the stream's number, which the next file that is opened would get else: with what is written to the stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            _turn_to_null(number)
+        else:  # a file has the number by now
+            number = os.open(os.devnull, os.O_RDWR)
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - until the process ends
+
+
+def _turn_to_null(number: int) -> None:
+    """Have the file descriptor ``number`` lead to the null device."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == number:
+        os.set_inheritable(number, True)
+        return
+    os.dup2(null, number)
+    os.close(null)
 
 
 def _console(*, to_stderr: bool) -> "Console":
@@ -117,6 +197,14 @@ def _console(*, to_stderr: bool) -> "Console":
     class PlainConsole(Console):
         def render_str(self, text: str, **options: Any) -> Text:
             return super().render_str(printable(text), **options)
+
+        @property
+        def file(self) -> Any:
+            return _LastingText(super().file) if self.stderr else super().file
+
+        @file.setter
+        def file(self, new_file: Any) -> None:
+            self._file = new_file
 
     return PlainConsole(stderr=to_stderr, highlight=False, markup=False, emoji=False)
 

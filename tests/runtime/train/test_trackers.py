@@ -6,8 +6,11 @@ from unittest import mock
 
 import pytest
 
+from lengthwise.cli.worker import _callbacks
 from lengthwise.config.run_config import load
-from lengthwise.runtime.train.trackers import MLflow, Trackio, WeightsAndBiases
+from lengthwise.core.errors import InputError
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.train.trackers import LastingTracker, MLflow, Trackio, WeightsAndBiases
 
 ROW = {"step": 7, "loss/avg": 2.5, "perf/mfu": None, "plan/id": "3f", "data/num_tokens": 100}
 SENT = {"loss/avg": 2.5, "data/num_tokens": 100}
@@ -52,3 +55,67 @@ def test_mlflow_gets_the_numbers_of_a_step_and_goes_on_with_a_resumed_run(packag
     assert [call.kwargs for call in package.start_run.call_args_list] == [{"run_name": "mine"}, {"run_id": "abc"}]
     assert package.log_metrics.call_args == mock.call(SENT, step=7)
     assert package.end_run.call_count == 2
+
+
+GONE = ConnectionError("the network is gone\n(a long page of the server)")
+
+
+@pytest.fixture
+def lasting():
+    """A tracker whose package may refuse anything, and the warnings that were given."""
+    warnings, package = [], mock.MagicMock()
+
+    def begin(**refused):
+        package.configure_mock(**refused)
+        return LastingTracker("train.wandb", package, warn=warnings.append, must_begin=True)
+
+    return begin, package.return_value, warnings
+
+
+def test_a_tracker_that_refuses_a_step_is_one_warning_and_gets_no_more(lasting):
+    begin, tracker, warnings = lasting
+    lasting_tracker = begin(**{"return_value.on_step.side_effect": [None, GONE, None]})
+    for step in range(4):
+        lasting_tracker.on_step({"step": step})
+    tracker.close.side_effect = GONE  # which follows
+    lasting_tracker.close()
+    assert [call.args[0]["step"] for call in tracker.on_step.call_args_list] == [0, 1]
+    assert warnings == [
+        "warning: train.wandb failed (ConnectionError: the network is gone): training goes on without it from step 2 "
+        "on; the run's metrics.jsonl has all steps"
+    ]
+
+
+@pytest.mark.parametrize("error", [GONE, SystemExit(1)])
+def test_a_tracker_that_fails_at_the_end_is_a_warning(lasting, error):
+    begin, _, warnings = lasting
+    begin(**{"return_value.close.side_effect": error}).close()
+    (warning,) = warnings
+    assert "the last steps may be missing there" in warning
+
+
+def test_a_tracker_that_cannot_begin_is_a_wrong_setting(lasting):
+    begin, *_ = lasting
+    with pytest.raises(
+        InputError, match=r"train\.wandb: it cannot begin \(ConnectionError: the network is gone\); .*=false"
+    ):
+        begin(side_effect=GONE)
+
+
+def test_ranks_started_again_go_on_without_a_tracker_that_cannot_begin_again():
+    warnings, package = [], mock.MagicMock(side_effect=GONE)
+    tracker = LastingTracker("train.wandb", package, warn=warnings.append, must_begin=False)
+    tracker.on_step(ROW)
+    tracker.close()
+    assert len(warnings) == 1 and package.call_count == 1
+
+
+def test_every_tracker_of_a_run_ends_no_run(tmp_path, monkeypatch):
+    for name in ("wandb", "trackio", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    monkeypatch.setattr("lengthwise.runtime.train.trackers.write_text", mock.Mock())
+    asked = [f"train.{name}=true" for name in ("tensorboard", "wandb", "trackio", "mlflow")]
+    callbacks = _callbacks(load(None, [*asked, "train.steps=9"]), RunFolder(tmp_path), is_measured=False, quiet=True)
+    assert sum(isinstance(callback, LastingTracker) for callback in callbacks) == len(asked)
+    for callback in callbacks:
+        callback.close()

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lengthwise.config.run_config import check
-from lengthwise.core.errors import InputError, LengthwiseError, Preempted
+from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.sliced_passes import slices_of
@@ -20,6 +21,7 @@ from lengthwise.core.zero_bubble import splits
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint, checkpoint_files
+from lengthwise.runtime.train.stop import StopCause, StopRequest
 from lengthwise.runtime.train.trainer import TrainingLoop
 from lengthwise.runtime.train.training_engine import TransformerEngine
 from tests.runtime.train.runs import RandomTokens, local_world, master_weights
@@ -74,6 +76,23 @@ def run_until_stopped(path: str, stop_after: int, **settings) -> None:
     trainer = make_trainer(path, callbacks=[Stop(stop_after)], **settings)
     with pytest.raises(Preempted, match=r"saved\. Go on with"):
         trainer.fit()
+
+
+@pytest.mark.parametrize(("elsewhere", "kind"), [(StopCause.LAUNCHER_GONE, CommunicationError), (0, Preempted)])
+def test_a_signal_that_torchrun_sends_as_it_lost_a_machine_is_no_request_to_stop(
+    tmp_path, monkeypatch, elsewhere, kind
+):
+    """Ranks may see a while after the signal that their torchrun is gone: on the machine that hosted its store."""
+    monkeypatch.setattr("lengthwise.runtime.train.trainer.gather_json", lambda world, value: [value, int(elsewhere)])
+    loop = SimpleNamespace(world=SimpleNamespace(is_first=True), folder=RunFolder(tmp_path), next_step=3)
+    stop = StopRequest(tmp_path / "stop")
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop.heed_launcher(lambda: True)  # later, and here a consequence of the signal
+        error = TrainingLoop._stopped(loop, StopCause.SIGNAL, stop)
+    finally:
+        stop.close()
+    assert type(error) is kind and "saved. Go on with" in str(error)
 
 
 def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:

@@ -1,7 +1,6 @@
 """`lengthwise config`: print a configuration to start from, or check one."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -11,7 +10,7 @@ from lengthwise.cli.launch import split_arguments
 from lengthwise.config.run_config import Config, load
 from lengthwise.core.device_spec import DEVICES
 from lengthwise.core.specs import MODELS
-from lengthwise.session.console import emit_json
+from lengthwise.session.console import emit_json, write_out
 
 
 def run(
@@ -28,7 +27,7 @@ def run(
     if as_json:
         emit_json(resolved.model_dump(mode="json"))
     else:
-        sys.stdout.write("\n".join(_lines(resolved, Config, "")) + "\n")
+        write_out("\n".join(_lines(resolved, Config, "")) + "\n")
 
 
 def _lines(values: Any, section: Any, indent: str) -> list[str]:

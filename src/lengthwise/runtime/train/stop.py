@@ -26,12 +26,16 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class StopCause(IntEnum):
-    """Why a run is to stop; of several causes the greatest counts."""
+    """Why a run is to stop; of the causes of several ranks the greatest counts.
+
+    A launcher that is gone counts more than a signal to another rank: torchrun signals its ranks also where it has lost
+    the machine that hosts its store.
+    """
 
     NONE = 0
-    LAUNCHER_GONE = 1
-    """What started this rank is gone, and nobody asked for it."""
-    SIGNAL = 2
+    SIGNAL = 1
+    LAUNCHER_GONE = 2
+    """What started this rank is gone, and no signal came to it before."""
     FILE = 3
 
 
@@ -46,7 +50,8 @@ class StopRequest:
     def __init__(self, file: Path, *, end_start: Callable[[StopCause], object] | None = None) -> None:
         """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun."""
         self._file, self._end_start = file, end_start
-        self._is_received, self._is_orphaned, self._has_begun = False, False, Event()
+        self._is_received, self._has_begun = False, Event()
+        self._is_launcher_gone: Callable[[], bool] = lambda: False
         if end_start is None:
             self._has_begun.set()
         self._interrupted_s: float | None = None
@@ -68,14 +73,17 @@ class StopRequest:
             return StopCause.FILE
         if self._is_received:
             return StopCause.SIGNAL
-        return StopCause.LAUNCHER_GONE if self._is_orphaned else StopCause.NONE
+        return StopCause.LAUNCHER_GONE if self._is_launcher_gone() else StopCause.NONE
 
     def __bool__(self) -> bool:
         return self.cause is not StopCause.NONE
 
-    def note_launcher_gone(self) -> None:
-        """Stop because what started this process is gone."""
-        self._is_orphaned = True
+    def heed_launcher(self, is_gone: Callable[[], bool]) -> None:
+        """Stop as soon as what started this process is gone."""
+        self._is_launcher_gone = is_gone
+
+    def look(self) -> None:
+        """Have the thread look now whether to stop."""
         with suppress(OSError, AttributeError):  # closed, or without a thread
             os.write(self._wakeup, b"\0")  # so that the thread looks
 

@@ -1,14 +1,65 @@
 """Experiment trackers, which the first rank sends the metrics of every step to."""
 
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import write_text
+from lengthwise.core.errors import InputError, LengthwiseError, first_line
 
 if TYPE_CHECKING:
-    from lengthwise.runtime.train.step_metrics import Row
+    from lengthwise.runtime.train.step_metrics import Row, StepCallback
+
+
+class LastingTracker:
+    """A tracker that ends no run: its first error is a warning, and training goes on without it."""
+
+    def __init__(
+        self, setting: str, begin: "Callable[[], StepCallback]", *, warn: Callable[[str], None], must_begin: bool
+    ) -> None:
+        """``setting``: which asks for it; ``must_begin``: or training goes on without it from the start.
+
+        Raises:
+            InputError: it cannot begin, and must.
+        """
+        self._setting, self._warn = setting, warn
+        self._tracker: StepCallback | None = None
+        self._has_failed = False
+        try:
+            self._tracker = begin()
+        except LengthwiseError:
+            raise  # such as for a package that is not installed
+        except (Exception, SystemExit) as error:
+            if must_begin:
+                why = f"{type(error).__name__}: {first_line(error)}"
+                raise InputError(f"{setting}: it cannot begin ({why}); mend that, or set {setting}=false") from error
+            self._note(error, "training goes on without it")
+
+    def on_step(self, row: "Row") -> None:
+        """Send the numbers of the row, unless an earlier row could not be sent."""
+        if self._tracker is None or self._has_failed:
+            return
+        try:
+            self._tracker.on_step(row)
+        except (Exception, SystemExit) as error:
+            self._note(error, f"training goes on without it from step {row['step'] + 1} on")
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._tracker is None:
+            return
+        try:
+            self._tracker.close()
+        except (Exception, SystemExit) as error:
+            if not self._has_failed:
+                self._note(error, "the last steps may be missing there")
+
+    def _note(self, error: BaseException, follows: str) -> None:
+        self._has_failed = True
+        why = f"{type(error).__name__}: {first_line(error)}"
+        self._warn(f"warning: {self._setting} failed ({why}): {follows}; the run's metrics.jsonl has all steps")
 
 
 class TensorBoard:

@@ -15,7 +15,7 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
-from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.comm.objects import broadcast_json, gather_json
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.saver import CheckpointSaver
@@ -150,7 +150,7 @@ class TrainingLoop:
                 before = self.stream.state_dict()
                 if cause := self._train_one(stop, writers):
                     self._save(before, wait=True)
-                    raise self._stopped(cause)
+                    raise self._stopped(cause, stop)
                 every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
                 if not self.is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
                     self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
@@ -167,8 +167,10 @@ class TrainingLoop:
             if self.stop is None:
                 stop.close()
 
-    def _stopped(self, cause: StopCause) -> LengthwiseError:
+    def _stopped(self, cause: StopCause, stop: StopRequest) -> LengthwiseError:
         """The error that ends a run which was stopped, and saved, before its last step."""
+        if cause is StopCause.SIGNAL:  # torchrun's, where it has lost a machine, may come before that is seen elsewhere
+            cause = StopCause(max(gather_json(self.world, int(stop.cause))))
         if self.world.is_first:
             with suppress(OSError):
                 self.folder.stop.unlink(missing_ok=True)
