@@ -209,5 +209,7 @@ def test_no_plan_with_slices_is_faster_than_the_bound(lengths, stages, num_slice
         ),
     )
     draft = DraftPlan(phases=(phase,))
-    for option in (draft, FastestRuns(problem.candidates).of(priced, draft)):
+    runs = FastestRuns(problem.candidates)
+    faster = runs.of(priced, draft)
+    for option in (draft, faster, runs.of(priced, faster)):
         assert bound(priced) <= step_times_s(priced, option)[0] * (1 + TOLERANCE)

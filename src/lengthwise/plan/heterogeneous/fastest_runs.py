@@ -69,11 +69,13 @@ class FastestRuns:
     def _staged(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
         """A pipeline of several stages, which runs all its packs as one candidate, or as one in fewer slices."""
         family = pipeline.candidate.family
+        if pipeline.runs:  # as they were chosen here, for instance
+            return pipeline
         if family not in self._alone:
             self._alone[family] = undominated(self._families[family])
         longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
         fitting = [candidate for candidate in self._alone[family] if candidate.max_tokens >= longest]
-        if pipeline.runs or not fitting:
+        if not fitting:
             return pipeline
         best, best_s = pipeline, _time_s(priced, pipeline)
         for candidate in _that_may_beat(priced, pipeline, fitting, best_s):
