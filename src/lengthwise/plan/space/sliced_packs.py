@@ -25,7 +25,7 @@ class Slices(StrEnum):
 
 SLICE_COUNTS = (4, 16, 64)
 """Slices of every micro-batch that schemes may have."""
-COUNTS_BETWEEN = {4: (8,), 16: (8, 32), 64: (32,)}
+COUNTS_BETWEEN = {4: (8,), 16: (8, 12, 24, 32), 64: (24, 32, 48)}
 """Other numbers of slices that plans try in place of each of these."""
 COMPARED_BATCHES = 8
 """Typical batches at most for whose longest sequence schemes with slices are compared with those without."""
