@@ -1,14 +1,11 @@
-"""Columns beside ready tokens mean in an index what they mean to ``lengthwise.prepare``, or are refused by row."""
+"""Columns beside ready tokens are read in every row and file, or refused by row."""
 
 import json
 
-import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.store import open_index
-from lengthwise.session.item_columns import ItemColumns
-from lengthwise.session.item_values import ExpectedColumns
 from tests.index.build import build, places_of, write_tree
 
 SUFFIXES = [".jsonl", ".parquet", ".tar"]
@@ -46,46 +43,6 @@ def sequences_of(store):
         (store.tokens(id).tolist(), [True] * (store.lengths.lengths[id] - 1) if mask is None else mask[1:].tolist())
         for id, mask in enumerate(masks)
     ]
-
-
-def sequences_of_items(rows):
-    """The same as ``lengthwise.prepare`` reads the rows."""
-    columns = ItemColumns(ExpectedColumns())
-    sequences = []
-    for number, item in enumerate(rows):
-        row = columns.read(number, item)
-        has_loss = np.ones(len(row.tokens), dtype=bool) if row.labels is None else row.labels != -100
-        for start, stop in zip(row.bounds, row.bounds[1:]):
-            sequences.append((row.tokens[start:stop].tolist(), has_loss[start + 1 : stop].tolist()))
-    return sequences
-
-
-T, F = True, False
-COMBINED = {
-    "masks of booleans": [{"completion_mask": [F, F, T, T]}, {"completion_mask": [F, T, T, T]}],
-    "masks of fractions": [{"loss_mask": [0.0, 1.0, 1.0, 1.0]}],
-    "labels beside a mask": [{"labels": [-100, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}],
-    "two masks": [{"completion_mask": [0, 1, 1, 1], "assistant_masks": [0, 1, 0, 1]}],
-    "the mask of a prompt": [{"prompt_mask": [1, 1, 0, 0]}, {"prompt_mask": [0, 0, 0, 0]}],
-    "label_ids": [{"label_ids": [-100, -100, 3, 4]}],
-    "labels before label_ids": [{"labels": [-100, 2, 3, 4], "label_ids": [-100, -100, 3, 4]}],
-    "labels in one row, a mask in another": [{"labels": [-100, 2, 3, 4]}, {"completion_mask": [0, 0, 1, 1]}],
-    "a class of the row": [{"label": 3}, {"label": 1}],
-    "padding": [{"attention_mask": [1, 1, 0, 0]}, {"attention_mask": [0, 1, 1, 0]}, {}],
-    "padding and labels": [{"attention_mask": [0, 1, 1, 1], "labels": [-100, -100, 3, 4]}],
-    "positions that begin again": [{"position_ids": [0, 1, 0, 1]}, {"position_ids": [0, 1, 2, 3]}, {}],
-    "positions and padding": [{"position_ids": [1, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}],
-    "numbers and lengths of sequences": [{"seq_idx": [0, 0, 1, 1]}, {"seq_lengths": [3, 1]}, {"seq_lengths": [2, 2]}],
-    "packed rows with labels": [{"position_ids": [0, 1, 0, 1], "labels": [-100, 2, -100, 4]}],
-}
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("columns", COMBINED.values(), ids=COMBINED)
-def test_an_index_holds_what_prepare_reads(tmp_path, columns, suffix):
-    rows = [{"input_ids": [1, 2, 3, 4], **row} for row in columns]
-    store = build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "out")
-    assert sequences_of(store) == sequences_of_items(rows)
 
 
 def test_pieces_of_a_packed_row_come_from_that_row(tmp_path):

@@ -207,10 +207,10 @@ def test_policies_whose_systems_have_no_slices_have_them_only_where_nothing_else
         "offload": "none",
     }  # fmt: skip
     lengths = [49_921, 49_921, *[1000] * 100]
-    for policy, counts in (("static", {1}), ("packed", {1}), ("auto", {4, 16, 64})):
+    for policy in ("static", "packed", "auto"):
         (plan,) = lengthwise.plan(lengths, policy=policy, tokens_per_step=sum(lengths), **options)
-        used = {len(micro_batch.slices) for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches}
-        assert used <= {0} if counts == {1} else used & counts, policy
+        is_cut = any(micro_batch.slices for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches)
+        assert is_cut == (policy == "auto"), policy
 
 
 def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path):
