@@ -74,8 +74,8 @@ LEARNED_BATCHES, LEARNED_SEQUENCES = 4, 6000
 """Typical batches at most, and sequences of them all, whose plans tell which strategies of the corpus are promising."""
 FEW_REPACKED, REPACK_S = 32, 0.03
 """Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
-MOST_RAMPED, RAMP_S = 3, 0.02
-"""Most plans of which ramps are tried, and about the seconds that takes."""
+MOST_RAMPED = 3
+"""Most plans of which ramps are tried."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
 NEARLY, NEARLY_SLICED = 1.03, 1.15
@@ -324,7 +324,7 @@ def _ramped(
     for draft, draft_s in sorted(drafts, key=lambda draft: draft[1]):
         if draft_s > least_s * NEARLY or len(options) == MOST_RAMPED:
             break
-        if may_ramp(priced, draft) and _search_share(priced) * (draft_s - bound_s) > RAMP_S:
+        if may_ramp(priced, draft, most_s=_search_share(priced) * (draft_s - bound_s)):
             options.append(ramped(priced, draft))
     return options
 

@@ -78,7 +78,7 @@ def test_no_pack_of_a_ramp_is_larger_than_memory():
 def test_ramps_are_left_out_where_packs_have_sizes_slices_or_one_stage():
     problem = problem_of()
     priced, draft = in_equal_packs(problem, [20] * 24, num_packs=4)
-    assert may_ramp(priced, draft)
+    assert may_ramp(priced, draft) and not may_ramp(priced, draft, most_s=1e-6), "it may not be worth the search"
     ((pipeline,),) = draft.phases
     for other in (
         replace(pipeline, padded_to=(20,) * 4),

@@ -42,6 +42,8 @@ TRIED = 4
 """Ramps that are tried with the sequences themselves."""
 USUAL_EXCESS = 0.5
 """The rule for weight passes by which ramps are compared; see ``lengthwise.core.zero_bubble``."""
+PASS_S, SPLIT_PASS_S = 5e-5, 5e-4
+"""About the seconds of trying ramps for each stage and pack, with whole and with split backwards."""
 BISECTIONS = 30
 
 
@@ -104,11 +106,18 @@ def ramped(priced: PricedBatch, draft: DraftPlan) -> tuple[DraftPlan, float]:
     return option, time_s(priced, option)
 
 
-def may_ramp(priced: PricedBatch, draft: DraftPlan) -> bool:
-    """Whether any pipeline of a draft plan can have ramps."""
+def may_ramp(priced: PricedBatch, draft: DraftPlan, *, most_s: float = inf) -> bool:
+    """Whether any pipeline of a draft plan can have ramps, and to try them takes about ``most_s`` seconds at most."""
     problem = priced.problem
-    is_searched = problem.objective is Objective.FLOW_SHOP and problem.lattice is None
-    return is_searched and any(can_ramp(pipeline) for pipeline in chain.from_iterable(draft.phases))
+    if problem.objective is not Objective.FLOW_SHOP or problem.lattice is not None:
+        return False
+    able = [pipeline for pipeline in chain.from_iterable(draft.phases) if can_ramp(pipeline)]
+    return bool(able) and sum(map(_search_s, able)) <= most_s
+
+
+def _search_s(pipeline: PipelineDraft) -> float:
+    scheme = pipeline.candidate.scheme
+    return (SPLIT_PASS_S if scheme.zero_bubble else PASS_S) * scheme.num_stages * len(pipeline.packs)
 
 
 class _Ramps:
