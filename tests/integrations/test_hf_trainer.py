@@ -252,6 +252,25 @@ def test_kernels_of_liger_replace_layers_and_leave_the_loss(tmp_path, monkeypatc
     assert applied == [{"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}]
 
 
+def test_steps_without_a_loss_leave_losses_weights_and_schedule_where_they_are(tmp_path):
+    rows = trainers.dataset(8)
+    for number in (0, 2, 3, 5):
+        rows[number]["labels"] = [-100] * len(rows[number]["labels"])
+    options = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "linear", "max_steps": 8, "save_steps": 3}
+    options |= {"save_strategy": "steps"}
+    whole = train(tmp_path, options, train_dataset=rows)
+    *log, summary = whole.state.log_history
+    losses = [entry["loss"] for entry in log]
+    assert losses[0] == 0 and all(losses[k] == losses[k - 1] > 1 for k in (2, 3, 5)), "as the step before"
+    rates = [entry["learning_rate"] for entry in log]
+    np.testing.assert_allclose(rates, [1e-2 * (1 - k / 8) for k in (0, 0, 1, 1, 1, 2, 2, 3)], rtol=1e-9)
+    assert summary["train_loss"] == pytest.approx(sum(losses) / 8)
+    resumed = train(tmp_path, options, train_dataset=rows, resume=str(tmp_path / "checkpoint-6"))
+    assert [entry["learning_rate"] for entry in resumed.state.log_history[:-1]] == rates
+    for name, value in trainers.weights_of(whole.model).items():
+        np.testing.assert_array_equal(trainers.weights_of(resumed.model)[name], value, err_msg=name)
+
+
 def test_a_step_that_overflows_in_float16_leaves_weights_and_schedule_where_they_are(tmp_path):
     import math
 

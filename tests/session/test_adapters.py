@@ -66,5 +66,5 @@ def test_items_without_a_loss_are_named_before_the_run_and_a_step_of_no_others_i
         assert result.is_skipped == (step.number == 1)
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters()))
         assert same == result.is_skipped
-    assert (run.ledger.updates, run.ledger.skipped_sequences) == (2, 2)
+    assert (run.ledger.updates, run.ledger.skipped_sequences, run.skipped) == (2, 2, [1])
     run.close()

@@ -62,7 +62,7 @@ def train_measured(path):
     return train_by(None, cost=None, profile=path)
 
 
-@pytest.mark.parametrize("methods", [("megatron_ts",), ("dense",), (), "ring"])
+@pytest.mark.parametrize("methods", [("megatron_ts",), ("dense",), (), "dense"])
 def test_methods_that_share_no_attention_are_refused_before_anything_is_read(methods):
     with pytest.raises(InputError, match="methods: "):
         read_options({"methods": methods})

@@ -45,9 +45,8 @@ def assemble(
     totals = _sum_counts(job, units)
     if not totals.num_sequences:
         left_out = ", ".join(f"{count} {reason}" for reason, count in totals.intake.left_out.items() if count)
-        raise InputError(
-            f"{request['source']} holds no sequence ({left_out or 'no document'}); check path and file types"
-        )
+        why = f"all documents are left out ({left_out})" if left_out else "no document; check path and file types"
+        raise InputError(f"{request['source']} holds no sequence: {why}")
     has_tokens = job.tokenizer.kind != "lengths"
     vocab_size, eos_id = totals.max_token + 1, None
     if job.tokenizer.encodes:

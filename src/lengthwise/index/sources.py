@@ -159,9 +159,10 @@ def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
     counts = Counter(Format.TEXT if format == _JSON else format for format in formats)
     if len(counts) > 1:
         mix = ", ".join(f"{count:,} {format.removeprefix('.')}" for format, count in sorted(counts.items()))
+        common, _ = Counter(_suffix_of(Path(file.path)) for file in files).most_common(1)[0]
         raise InputError(
-            f"{source} mixes formats ({mix}); choose files with --glob '*.jsonl', "
-            "or read every file as one text with --format text"
+            f"{source} mixes formats ({mix}, by what files hold); choose files by their names, as with "
+            f"--glob '*{common}', or read every file as one text with --format text"
         )
     if Format.TEXT not in formats and _JSON in formats:
         raise InputError(

@@ -245,10 +245,10 @@ class Trainer(transformers.Trainer):
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
         if checkpoint is not None:
             run.resume(os.path.join(checkpoint, FOLDER))
-        name, scaler = optimizer_name(args), run.state.loss_scaler
+        name = optimizer_name(args)
         self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
         if checkpoint is not None:
-            num_updates = self.state.global_step - (0 if scaler is None else scaler.num_skipped)
+            num_updates = self.state.global_step - run.ledger.skipped_steps
             self._schedule.load(checkpoint, num_updates=num_updates)
             self._load_rng_state(checkpoint)
         self.run, self.optimizer, self.model_wrapped = run, self._schedule.optimizer, self.model
@@ -256,7 +256,7 @@ class Trainer(transformers.Trainer):
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._tr_loss = torch.zeros((), dtype=torch.float64, device=args.device)
-        self._total_loss_scalar = 0.0
+        self._total_loss_scalar = self._latest_loss = 0.0
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = self.get_train_dataloader()  # for callbacks: batches are planned
@@ -272,7 +272,9 @@ class Trainer(transformers.Trainer):
                 pass  # it did not fit, and comes again
             self._schedule.end_update()
             self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
-            self._tr_loss += result.loss
+            if not math.isnan(result.loss):  # without a loss, a step counts like the one before it
+                self._latest_loss = result.loss
+            self._tr_loss += self._latest_loss
             if not result.is_skipped:  # a step that overflowed leaves the schedule where it is, as there
                 self._schedule.step()
             state.global_step += 1

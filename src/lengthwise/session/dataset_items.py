@@ -190,7 +190,7 @@ def _report_without_targets(numbers: list[int], count: int, say: Callable[[str],
     listed = ", ".join(map(str, numbers[:MOST_NAMED])) + (", ..." if len(numbers) > MOST_NAMED else "")
     say(
         f"{len(numbers):,} of {count:,} items have no token with a loss ({listed}): they are computed and teach "
-        "nothing, and a step of them alone is refused at its update; leave them out of the corpus, or raise "
+        "nothing, and a step of them alone is skipped; leave them out of the corpus, or raise "
         "sequences_per_step or tokens_per_step"
     )
 

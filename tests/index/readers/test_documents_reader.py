@@ -233,7 +233,7 @@ def test_a_file_that_is_no_text_is_refused_or_counted(tmp_path):
 
 def test_a_corpus_without_any_token_is_refused(tmp_path):
     source = write_tree(tmp_path / "src", {"a.txt": b""})
-    with pytest.raises(InputError, match=r"holds no sequence \(1 empty\)"):
+    with pytest.raises(InputError, match=r"holds no sequence: all documents are left out \(1 empty\)"):
         build(source, tmp_path / "out")
 
 

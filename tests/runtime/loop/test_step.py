@@ -130,12 +130,13 @@ def test_shares_of_means_over_the_step_are_added_with_the_factor_of_the_gradient
 def test_a_step_without_a_loss_is_skipped_with_a_warning_and_many_in_a_row_end_the_run(monkeypatch, caplog):
     ledger = LoopLedger(without_loss=MOST_WITHOUT_LOSS - 2)
     step = step_of(monkeypatch, {}, num_targets=0, loss=0.0)
-    step.run.ledger = ledger
+    step.run.ledger, step.run.skipped = ledger, [1]
     result = step.update()
-    assert result.is_skipped and (result.loss, result.grad_norm) == (0.0, 0.0)
+    assert result.is_skipped and math.isnan(result.loss) and result.grad_norm == 0.0
     assert re.search(r"step 3: no token of its \d+ sequences .* has a loss.*it is skipped", caplog.text)
     step.run.discard.assert_called_once_with()
     step.run.finish.assert_called_once_with(step)
+    assert step.run.skipped == [1, 3], "which tells a checkpoint how many updates there were"
     assert not step.run.state.step.called and not step.run.pull_weights.called
     again = step_of(monkeypatch, {}, num_targets=0, loss=0.0)
     again.run.ledger = LoopLedger.of(ledger.state_dict())

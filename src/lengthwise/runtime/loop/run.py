@@ -106,7 +106,7 @@ class Run(WatchedModel):
         self.loss_check, self.meter, self.ledger = LossCheck(), DeviceMeter(self.world.device), LoopLedger()
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []
-        """Numbers of steps that ``step.skip()`` left out."""
+        """Numbers of steps that ``step.skip()`` left out, or of which no token has a loss."""
         self._step: Step | None = None
 
     @property

@@ -84,6 +84,7 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
     loss_check: LossCheck
     unprepared: UnpreparedModels
     ledger: LoopLedger
+    skipped: list[int]
     counts_targets: bool
     seen_scripts: tuple[ExchangeScript, ...]
     lr: Callable[[int], float]

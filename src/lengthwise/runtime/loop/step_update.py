@@ -1,6 +1,7 @@
 """The update of a step that all ranks computed: weighed, clipped and taken, or skipped where nothing has a loss."""
 
 import logging
+from math import nan
 
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
@@ -25,9 +26,10 @@ def result_of(run: RunState, plan: StepPlan, weighing: Weighing, reports: RankRe
     if not run.ledger.may_go_on(has_loss=has_loss):
         raise LengthwiseError(without_loss(plan))
     if not has_loss:
+        run.skipped.append(plan.step)
         if run.world.is_first:
             _log.warning("%s", without_loss(plan, is_skipped=True))
-        return StepResult(loss=0.0, grad_norm=0.0, lr=lr, is_skipped=True)
+        return StepResult(loss=nan, grad_norm=0.0, lr=lr, is_skipped=True)
     # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
     try:
         factor = weighing.factor(reports.column(12), num_targets)
