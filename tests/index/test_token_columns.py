@@ -65,6 +65,7 @@ REFUSED = {
     "a mask later": ([IDS, {**IDS, "prompt_mask": [1, 0, 0]}], "{second} has 'prompt_mask', and {first} has no labels"),
     "null first": ([{**IDS, "labels": None}, {**IDS, "labels": [1, 2, 3]}], "{second} has 'labels', and {first} has"),
     "labels first": ([{**IDS, "labels": [1, 2, 3]}, IDS], "{second} has no labels and no mask, and {first} has 'label"),
+    "fractions as ids": ([{"input_ids": [1.0, 2.0]}], "'input_ids'.*(list of whole numbers|lists of integers)"),
     "a class as labels": ([{**IDS, "labels": 3}], "'labels'.*list of (whole )?numbers"),
     "booleans as labels": ([{**IDS, "labels": [True, False, True]}], "'labels'.*list of (whole )?numbers"),
     "a mask of 2": ([{**IDS, "loss_mask": [0, 2, 1]}], "{first}: 'loss_mask' has 2 for token 2; a mask has 1"),

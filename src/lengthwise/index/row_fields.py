@@ -140,7 +140,7 @@ def _field_by_kinds(kinds: dict[str, Kind], *, is_chat: bool) -> str:
         if all(name in kinds and (is_empty or kinds[name] != "nothing") for name in PAIR):
             return PAIR[0]
         for name in tokens:
-            if kinds.get(name) in ("tokens", *empty):
+            if kinds.get(name) in (*_LISTS, *empty):
                 return name
     return TEXT
 
