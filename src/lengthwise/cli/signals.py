@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -74,27 +74,17 @@ def children_of(process: int) -> list[int]:
     return children
 
 
-@contextmanager
-def stoppable_start() -> Iterator[None]:
+def stoppable_start() -> AbstractContextManager[None]:
     """While nothing runs yet, SIGTERM and SIGHUP raise ``Preempted``; Ctrl-C raises ``KeyboardInterrupt`` as ever.
 
     Whoever runs something takes the signals from it, and gives them back.
     """
-    if current_thread() is not main_thread():
-        yield
-        return
 
     def stop(number: int, frame: FrameType | None) -> None:
         by = STOPPED_BY_TORCHRUN if has_rank() else f"stopped by {signal.Signals(number).name}"
         raise Preempted(f"{by} while no step was trained")
 
-    numbers = [number for number in stop_signals() if number != signal.SIGINT]
-    handlers = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    return _handled_by(stop)
 
 
 class Terminated(BaseException):
@@ -106,22 +96,30 @@ class Terminated(BaseException):
         """The exit code that shells give a process that died of this signal."""
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> AbstractContextManager[None]:
     """Meanwhile, SIGTERM and SIGHUP raise ``Terminated`` once, so that workers, locks and progress bars end orderly."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    numbers = [number for number in stop_signals() if number != signal.SIGINT]
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for other in numbers:
+        for other in _without_ctrl_c():
             signal.signal(other, signal.SIG_IGN)  # the end is under way
         raise Terminated(number)
 
-    handlers = {number: signal.signal(number, stop) for number in numbers}
+    return _handled_by(stop)
+
+
+def _without_ctrl_c() -> list[signal.Signals]:
+    return [number for number in stop_signals() if number != signal.SIGINT]
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Meanwhile, the main thread handles SIGTERM and SIGHUP by ``handler``; other threads cannot."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in _without_ctrl_c()}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
