@@ -78,7 +78,7 @@ MOST_RAMPED = 3
 """Most plans of which ramps are tried."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
-NEARLY, NEARLY_SLICED = 1.03, 1.15
+NEARLY, NEARLY_RAMPED, NEARLY_SLICED = 1.03, 1.06, 1.15
 """Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare; up
 to the second where they have slices, and packs may become smaller."""
 MOST_GAIN_S = 60.0
@@ -319,14 +319,16 @@ def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) ->
 def _ramped(
     priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], bound_s: float
 ) -> list[tuple[DraftPlan, float]]:
-    """The draft plans that are nearly the fastest with packs that grow and shrink again, and their seconds."""
-    least_s, options = _least_s(drafts), list[tuple[DraftPlan, float]]()
+    """The draft plans that are nearly the fastest with packs that grow and shrink again, and their seconds: of each
+    strategy the fastest alone."""
+    least_s, options = _least_s(drafts), dict[tuple[Candidate, ...], tuple[DraftPlan, float]]()
     for draft, draft_s in sorted(drafts, key=lambda draft: draft[1]):
-        if draft_s > least_s * NEARLY or len(options) == MOST_RAMPED:
+        if draft_s > least_s * NEARLY_RAMPED or len(options) == MOST_RAMPED:
             break
-        if may_ramp(priced, draft, most_s=_search_share(priced) * (draft_s - bound_s)):
-            options.append(ramped(priced, draft))
-    return options
+        pipelines = tuple([pipeline.candidate for phase in draft.phases for pipeline in phase])
+        if pipelines not in options and may_ramp(priced, draft, most_s=_search_share(priced) * (draft_s - bound_s)):
+            options[pipelines] = ramped(priced, draft)
+    return list(options.values())
 
 
 def _unpadded(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:

@@ -19,7 +19,7 @@ from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.sliced_packs import counted_otherwise, smaller_packs, with_fewer_slices
 
-SLICES_OF_PACKS = (0.25, 0.5, 1.0, 2.0)
+SLICES_OF_PACKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Slices, as large as those of the longest sequence, that packs of short ones may have in place of many."""
 SLACK = 1e-9
 """Relative, for the rounding of sums."""
@@ -100,20 +100,22 @@ def _in_fewer_slices(priced: PricedBatch, pipeline: PipelineDraft, best_s: float
     for candidate in (pipeline.candidate, *counted_otherwise([pipeline.candidate])):
         for num_slices in (None, *SLICES_OF_PACKS) if candidate.max_tokens >= longest else ():
             option = _cut(priced, replace(pipeline, candidate=candidate), num_slices)
-            if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
+            if option is not None and (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
                 best, best_s = option, time_s
     return best
 
 
-def _cut(priced: PricedBatch, pipeline: PipelineDraft, num_slices: float | None) -> PipelineDraft:
+def _cut(priced: PricedBatch, pipeline: PipelineDraft, num_slices: float | None) -> PipelineDraft | None:
     """The pipeline with slices that are as large as those of its longest pack, its short sequences in packs of
-    ``num_slices`` of them.
+    ``num_slices`` of them; None where such a pack has more tokens than fit.
     """
     candidate = pipeline.candidate
     times_s, tokens = priced.times_s(candidate), np.array(priced.batch.lengths)
     packs = pipeline.packs if num_slices is None else smaller_packs(candidate, pipeline.packs, times_s, num_slices)
-    works_s = np.array([times_s[list(pack)].sum() for pack in packs])
-    runs = with_fewer_slices(candidate, works_s, np.array([tokens[list(pack)].sum() for pack in packs]))
+    works_s, num_tokens = (np.array([values[list(pack)].sum() for pack in packs]) for values in (times_s, tokens))
+    if num_tokens.max() > candidate.max_tokens:
+        return None
+    runs = with_fewer_slices(candidate, works_s, num_tokens)
     return replace(pipeline, packs=packs, runs=runs)
 
 

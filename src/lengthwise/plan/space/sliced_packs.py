@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from heapq import heappop, heappush
-from math import ceil, log2
+from heapq import heapreplace
+from itertools import chain
+from math import ceil
 
 import numpy as np
 
@@ -204,7 +205,7 @@ def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tu
 def with_fewer_slices(candidate: Candidate, works_s: np.ndarray, num_tokens: np.ndarray) -> tuple[Candidate, ...]:
     """What each pack of a pipeline runs as, so that their slices are about as large as those of the longest.
 
-    Short ones then cost less overhead. They have a power of two of them, and not so few that memory is short.
+    Short ones then cost less overhead. They do not have so few that memory is short.
 
     Args:
         candidate: as which the longest pack runs.
@@ -214,7 +215,7 @@ def with_fewer_slices(candidate: Candidate, works_s: np.ndarray, num_tokens: np.
     wanted = candidate.scheme.slices * works_s / (works_s.max(initial=0.0) or 1.0)
     runs = []
     for fewest, tokens in zip(wanted.tolist(), num_tokens.tolist()):
-        count = 1 << ceil(log2(max(1.0, fewest)))
+        count = ceil(max(1.0, fewest))
         while count < candidate.scheme.slices and candidate.in_slices(count).max_tokens < tokens:
             count *= 2
         runs.append(candidate.in_slices(count) if count < candidate.scheme.slices else candidate)
@@ -224,7 +225,9 @@ def with_fewer_slices(candidate: Candidate, works_s: np.ndarray, num_tokens: np.
 def smaller_packs(
     candidate: Candidate, packs: Sequence[tuple[int, ...]], times_s: np.ndarray, num_slices: float
 ) -> tuple[tuple[int, ...], ...]:
-    """The sequences of a pipeline's packs in packs of so much work as ``num_slices`` of the longest sequence have.
+    """The sequences of a pipeline in packs of so much work as ``num_slices`` of the longest sequence have.
+
+    Such a pack may have more tokens than ``packs`` have.
 
     Args:
         candidate: as which the longest runs.
@@ -232,21 +235,17 @@ def smaller_packs(
         times_s: seconds of each sequence of the batch on one stage.
         num_slices: of a pack of short sequences. Each of longer ones has a pack of its own.
     """
-    smaller: list[tuple[int, ...]] = []
-    largest_s = max(times_s[position] for pack in packs for position in pack) / candidate.scheme.slices * num_slices
-    for pack in packs:
-        ordered = sorted(pack, key=lambda position: -times_s[position])
-        num_long = sum(times_s[position] > largest_s for position in ordered)
-        smaller += [(position,) for position in ordered[:num_long]]
-        short = ordered[num_long:]
-        parts: list[list[int]] = [[] for _ in range(ceil(sum(times_s[position] for position in short) / largest_s))]
-        ends_s = [(0.0, number) for number in range(len(parts))]
-        for position in short:
-            end_s, number = heappop(ends_s)
-            parts[number].append(position)
-            heappush(ends_s, (end_s + times_s[position], number))
-        smaller += [tuple(part) for part in parts if part]
-    return tuple(smaller)
+    ordered = sorted(chain.from_iterable(packs), key=lambda position: -times_s[position])
+    largest_s = times_s[ordered[0]] / candidate.scheme.slices * num_slices
+    num_long = sum(times_s[position] > largest_s for position in ordered)
+    long, short = ordered[:num_long], ordered[num_long:]
+    parts: list[list[int]] = [[] for _ in range(ceil(sum(times_s[position] for position in short) / largest_s))]
+    ends_s = [(0.0, number) for number in range(len(parts))]
+    for position in short:
+        end_s, number = ends_s[0]
+        parts[number].append(position)
+        heapreplace(ends_s, (end_s + times_s[position], number))
+    return (*((position,) for position in long), *map(tuple, filter(None, parts)))
 
 
 def sliced_pipeline_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]], times_s: Sequence[float]) -> float:
