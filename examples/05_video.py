@@ -1,7 +1,7 @@
 """A diffusion Transformer over frames and places, alone or under torchrun; lines with a mark are added."""
 
 import numpy as np
-from torch import nn
+from torch import manual_seed, nn
 from torch.nn import functional as F
 
 import lengthwise as lw  # +
@@ -43,6 +43,7 @@ def noised(m):  # the forward's arguments, and what it is to find
     return {"x": ((1 - t) * clean + t * noise)[None], "t": t[None, :, 0, 0]}, (noise - clean)[None]
 
 
+manual_seed(0)
 model, draw = Diffusion(), np.random.default_rng(0)
 films = [draw.normal(size=(frames, PLACES, CHANNELS)).astype("float32") for frames in draw.integers(1, 13, 120)]
 how = {"inputs": lambda m: noised(m)[0], "loss": lambda out, m: F.mse_loss(out, noised(m)[1])}  # +

@@ -10,7 +10,7 @@ import datasets
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import lengthwise as lw
 
@@ -18,6 +18,7 @@ words = ["<pad>", "<eos>", *map(str, range(20))]
 words_tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}))
 words_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_tokenizer, pad_token="<pad>", eos_token="<eos>")
+set_seed(0)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), eos_token_id=1, pad_token_id=0, bos_token_id=None, **sizes))
 rows = [{"prompt": f"{number} 3"} for number in range(20) for _ in range(4)]

@@ -4,6 +4,7 @@ Real processes with real signals; what they skip is the seconds in which every o
 """
 
 import os
+import random
 import runpy
 import signal
 import subprocess
@@ -99,8 +100,10 @@ def _begin(words: list[str], environment: dict[str, str], files: tuple[str, str]
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Be ``python WORDS`` in this process."""
+    import numpy as np
     import torch
 
+    torch.seed(), random.seed(), np.random.seed()  # a new process draws other numbers than its siblings
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # a new process would look at TMPDIR

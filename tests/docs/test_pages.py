@@ -135,6 +135,10 @@ def test_what_a_loop_is_given_is_documented_member_by_member():
         assert len(members) > 4 and f"lw.{name}(" not in part
         for member, thing in members.items():
             assert thing.__doc__ and f"\n### {name}.{member}\n" in part, f"{name}.{member}"
+        assert all(f"\n* `{attribute}`: " in part for attribute in reference.ATTRIBUTES.get(name, ()))
+    assert "\n### Run.plain\n" in page, "inherited, and for users"
+    sampler = page.partition("\n## BatchSampler\n")[2].partition("\n## ")[0]
+    assert "**Raises**" in sampler, "what its constructor raises"
     options = page.partition("### Options of prepare")[2].partition("\n## ")[0]
     assert not [option for option in PrepareOptions.model_fields if f"| `{option}` |" not in options]
 
@@ -158,3 +162,10 @@ def test_the_picture_of_a_step_shows_three_policies_in_colours_that_it_has():
     assert {"padded", "static", "auto", "compute", "update weights"} <= words
     text = path.read_text()
     assert not [kind for kind in set(re.findall(r"k-(\w+)", text)) if f".k-{kind}{{" not in text]
+
+
+def test_every_test_that_a_page_names_is_there():
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    there = {path.stem for path in files}.union(*(re.findall(r"def (test_\w+)\(", path.read_text()) for path in files))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", (ROOT / page).read_text())}
+    assert len(named) > 50 and not named - there

@@ -144,7 +144,8 @@ class PrepareOptions(
     """Whether the labels of each step are read when it begins, so that terms of the loss may be means over tokens or
     sequences where labels leave out targets."""
     check: bool = True
-    """Whether two short sequences are computed both ways before the run, to refuse a model whose gradients differ."""
+    """Whether packs, shards and recomputed layers are compared with the model itself before the run, on a few short
+    sequences and a longer one, to refuse a model whose gradients differ."""
     workers: int = Field(default=0, ge=0)
     """The processes of each rank that read the corpus' items ahead of computing, for datasets that are slow to read; 0:
     an item is read when it is needed. (In a configuration, plan.workers are processes that plan ahead.)"""

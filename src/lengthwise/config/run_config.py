@@ -88,7 +88,7 @@ class ModelConfig(Settings):
     implementation: Implementation = "auto"
     """Whose code computes the model of hf. lengthwise: this library's own, for Llama, Qwen2, GPT-2 and BERT, with every
     parallel method, pipelines and compiled layers. transformers: the model's own class, any that lengthwise.prepare
-    takes, shared by Ulysses. auto: lengthwise where it has the model, else transformers."""
+    takes, by methods on whole weights, in pipelines too. auto: lengthwise where it has the model, else transformers."""
     vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
     """The number of token ids that the preset embeds; none: as many as the index needs."""
     num_layers: ModelSize | None = None

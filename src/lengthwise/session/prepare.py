@@ -79,7 +79,7 @@ def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -
     rank's share of it where weights are gathered by layer.
 
     Args:
-        model: of transformers, or any ``nn.Module`` whose attention is ``scaled_dot_product_attention``.
+        model: of transformers, or any ``nn.Module`` whose attention is a call of torch or softmax by hand.
         corpus: a folder made by ``lengthwise index``, or anything with a length and items: rows of token ids,
             dictionaries with ``input_ids`` (and ``labels``), arrays whose first axis is slots; or units, tuples of
             such dictionaries, whose sequences share a micro-batch.

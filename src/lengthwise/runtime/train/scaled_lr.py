@@ -58,7 +58,7 @@ class ScaledLR(LRScheduler):
             sampler: knows the batch of every step; None: ``size`` is set before each.
 
         Raises:
-            InputError: a rule, a reference or a clamp that is none.
+            InputError: a rule, a ``by``, a reference or a clamp that is not valid.
         """
         self.base = scheduler
         self.scaling = LrScaling(rule=rule, by=by, reference=reference, clamp=clamp)
