@@ -40,6 +40,7 @@ from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from lengthwise.session.calibration import find_cost, progress_bar, say
 from lengthwise.session.collate import CollatedItems
+from lengthwise.session.counted_targets import must_count_targets
 from lengthwise.session.coupled_units import (
     check_can_couple,
     coupling_of,
@@ -124,7 +125,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             lr=lr_function(chosen.lr, prepared.state.settings),
             clip_norm=chosen.clip_norm,
             num_steps=num_steps,
-            counts_targets=chosen.count_targets,
+            counts_targets=chosen.count_targets or must_count_targets(prepared),
             workers=chosen.workers,
             on_oom=calibration.on_oom if calibration else None,
             on_finish=calibration.on_finish if calibration else None,

@@ -115,10 +115,12 @@ def locate_difference(
     rows = gather_rows(torch.tensor([first, size], dtype=torch.float64, device=run.world.device)).tolist()
     earliest = min(range(len(rows)), key=lambda rank: rows[rank][0])
     if rows[earliest][0] >= NOWHERE:
-        return (
-            "The outputs of all its modules agree, so the difference is in its loss, or in its backward: layers that "
-            "share state beside their arguments cannot be recomputed; set recompute='none' for them" + _OUT
-        )
+        words = "The outputs of all its modules agree, so the difference is in its loss, or in its backward"
+        if any(recompute):
+            words += (
+                ": layers that share state beside their arguments cannot be recomputed; set recompute='none' for them"
+            )
+        return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)
     return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"
 

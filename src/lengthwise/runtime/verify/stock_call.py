@@ -21,6 +21,7 @@ from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.gradient_changes import ObserveGradientChanges
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
@@ -86,9 +87,11 @@ def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: 
     total, summed, is_summed = 0.0, None, is_summed_over_ranks(run)
     for sequence in range(len(lengths)):
         with run.gathered():
-            loss, num_targets = stock_loss(run, lengths, sequence)
+            with ObserveGradientChanges() as changes:
+                loss, num_targets = stock_loss(run, lengths, sequence)
             if loss is None:
                 continue
+            run.wrapped_model.gradient_changes |= changes.of(loss)
             total += float(loss.detach().double()) * num_targets
             if gradients:
                 added = _gradients(run, loss, num_targets / (run.world.size if is_summed else 1))

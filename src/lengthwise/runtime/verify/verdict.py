@@ -75,12 +75,11 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
     reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if is_stock:
         return "dtype", f"{name} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
+    may_be_recompute = isinstance(error, CheckpointError) or ("recomputed" in what and "no layer" not in what)
     way_out = (
-        ""
-        if not isinstance(error, CheckpointError)
-        else (
-            f"; layers that change what they are given, or share state beside it, cannot be recomputed; set "
-            f"{Setting.RECOMPUTE}=none for them"
-        )
+        "; layers that change what they are given, or share state beside it, cannot be recomputed; set "
+        f"{Setting.RECOMPUTE}=none for them"
+        if may_be_recompute
+        else ""
     )
     return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason}){way_out}"

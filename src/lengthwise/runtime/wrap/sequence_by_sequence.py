@@ -9,6 +9,7 @@ and the sequence, whatever else is in the micro-batch.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.context import CallCounts, PackShard
+from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from lengthwise.runtime.wrap.counter_rng import mix_word
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,8 +62,12 @@ class NotCombined:
 class SequenceBySequence:
     """Calls a model's forward on the sequences of a micro-batch, one after the other."""
 
-    def __init__(self, forward: Callable[..., Any], model_name: str) -> None:
-        self._forward, self._name = forward, model_name
+    def __init__(
+        self, forward: Callable[..., Any], model_name: str, make: Callable[..., dict[str, Any]] | None = None
+    ) -> None:
+        """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none."""
+        self._forward, self._name, self._make = forward, model_name, make
+        self._parameters = list(signature(forward).parameters)
         self._input_axes: dict[str, int | None] = {}
         self._output_axes: dict[str, int | None] = {}
         self._seen: list[tuple[Shapes, Shapes]] = []
@@ -76,13 +81,18 @@ class SequenceBySequence:
     def __call__(self, shard: PackShard, args: Any, kwargs: Any) -> Any:
         """Compute the forward's output for the whole micro-batch."""
         arguments, shard.preserves_rng = _leaves((args, kwargs)), True
-        outputs, spans, counts = [], [], []
+        outputs, spans, counts = list[Any](), [], []
+        made = self._made(shard, dict(zip(self._parameters, args)) | kwargs)
         padded = (*shard.ids, *[-1] * (len(shard.cu_seqlens) - 1 - len(shard.ids)))
         for sequence, span, num_targets in zip(padded, pairwise(shard.cu_seqlens), shard.num_targets()):
             if sequence < 0:
                 continue
             shard.counts = CallCounts()
             some_args, some_kwargs = self._cut((args, kwargs), *span, shard.num_slots)
+            if made:
+                inputs = made[len(outputs)]
+                some_args = tuple([inputs.get(name, value) for name, value in zip(self._parameters, some_args)])
+                some_kwargs = {name: inputs.get(name, value) for name, value in some_kwargs.items()}
             with seed_for_sequence(shard, sequence):
                 outputs.append(self._forward(*some_args, **some_kwargs))
             spans.append(span)
@@ -93,6 +103,41 @@ class SequenceBySequence:
             self._seen = [*self._seen[-1:], (_shapes(arguments), _shapes(_leaves(outputs[0])))]
             return outputs[0]
         return self._combined(outputs, spans, counts, shard.num_slots)
+
+    def _made(self, shard: PackShard, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        """For each of several sequences, what ``make`` makes for it alone of the ``arguments`` that it made for all.
+
+        Raises:
+            InputError: an argument belongs to sequences, and is not what was made.
+        """
+        micro_batch, make_alone = shard.micro_batch, shard.alone
+        if self._make is None or make_alone is None:
+            return []
+        if len(shard.ids) < 2 or len(micro_batch.pack.ids) != len(shard.ids):
+            return []
+        of_all, of_sequences = micro_batch.inputs, list[dict[str, Any]]()
+        for number in range(len(shard.ids)):
+            alone = make_alone(number)
+            with active(alone.shard):
+                of_sequences.append(alone.inputs)
+        shared = {name: value for name, value in arguments.items() if name in of_all}
+        same = {name for name, value in shared.items() if _is_equal(value, of_all[name])}
+        for name in shared.keys() - same:
+            is_constant = all(_is_equal(inputs.get(name), of_all[name]) for inputs in of_sequences)
+            if not is_constant and not self._is_by_slot(shared[name], shard.num_slots):
+                raise InputError(
+                    f"{self._name} is computed sequence by sequence; its argument {name!r} is another one for each "
+                    f"sequence, without an axis of the {shard.num_slots:,} slots of the micro-batch, and not what "
+                    f"inputs= makes, which is called for each sequence again. Give it micro_batch.inputs[{name!r}], "
+                    "and draw random numbers with micro_batch.normal or micro_batch.uniform_of_sequences"
+                )
+        return [{name: inputs[name] for name in same & inputs.keys()} for inputs in of_sequences]
+
+    def _is_by_slot(self, value: Any, num_slots: int) -> bool:
+        """Whether every tensor of an argument has an axis of slots."""
+        return all(
+            _axis_of(leaf, num_slots) is not None for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)
+        )
 
     def _cut(self, arguments: Any, start: int, end: int, num_slots: int) -> Any:
         """Cut the arguments to the slots from ``start`` to ``end``."""
@@ -160,6 +205,20 @@ def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: in
 
 def _zeros_like(value: Tensor, axis: int, size: int) -> Tensor:
     return value.new_zeros([size if number == axis else extent for number, extent in enumerate(value.shape)])
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether two arguments have the same values."""
+    if first is second:
+        return True
+    leaves, form = pytree.tree_flatten(first)
+    others, other_form = pytree.tree_flatten(second)
+    return form == other_form and all(
+        torch.equal(leaf, other)
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor)
+        else type(leaf) is type(other) and not isinstance(leaf, Tensor) and bool(leaf == other)
+        for leaf, other in zip(leaves, others)
+    )
 
 
 def _leaves(values: Any) -> list[tuple[str, Any]]:

@@ -25,6 +25,7 @@ from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
 from lengthwise.runtime.wrap.forward_arguments import check_arguments
 from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
+from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_in, loss_of_logits
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
@@ -85,8 +86,8 @@ class WrappedModel:
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
-        self.labels = LabelConvention()
-        """The label convention of a transformers model."""
+        self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
+        """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
         self._plain, self._outputs, self.rules = 0, OutputStructure(), CallRules()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
@@ -100,7 +101,7 @@ class WrappedModel:
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing, self._dense = BalancingLosses(model), DenseEmbeddings(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
-        self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
+        self.by_sequence = SequenceBySequence(self._forward, type(model).__name__, inputs) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context, is_plain=lambda: self._plain > 0)
