@@ -13,7 +13,7 @@ from lengthwise.core.one_f_one_b import PassTimes, run_stages
 from lengthwise.core.pass_order import PassKind, PipelineSchedule, issue_order
 from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
-from lengthwise.core.sliced_passes import forwards_first, sliced_orders, slices_of
+from lengthwise.core.sliced_passes import forwards_first, sliced_end_s, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.core.zero_bubble import pass_orders, pass_times
 
@@ -112,6 +112,21 @@ def test_stages_compute_short_micro_batches_while_they_wait_for_the_gradient_of_
     )
     assert 3.0 + 3 * 0.25 / 3 < found.end_s < 3.6
     assert found.end_s == max(passes[-1].end_s for passes in run_stages([times] * 4, orders=found.orders))
+
+
+@given(pipelines(), st.floats(0.5, 1.5))
+def test_the_end_of_orders_is_that_of_their_passes_and_is_told_only_below_a_limit(line, share):
+    slices = slices_of(line)
+    counts = [len(m.slices) or 1 for m in line.micro_batches]
+    times, kept_bytes = pass_times(line), [part.kept_bytes for part in slices]
+    bounds = {"limit_bytes": max(m.peak_bytes for m in line.micro_batches), "num_stages": line.scheme.num_stages}
+    found = sliced_orders(counts, times, kept_bytes, **bounds)
+    runs = run_stages([times] * line.scheme.num_stages, orders=found.orders)
+    assert found.end_s == max(passes[-1].end_s for passes in runs)
+    assert sliced_end_s(counts, times, kept_bytes, **bounds) == found.end_s
+    limit_s = share * found.end_s
+    told_s = sliced_end_s(counts, times, kept_bytes, **bounds, limit_s=limit_s)
+    assert told_s == (found.end_s if found.end_s < limit_s else float("inf"))
 
 
 def test_stages_that_come_later_keep_less():

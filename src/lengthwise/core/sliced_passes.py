@@ -8,12 +8,14 @@ micro-batch in its backward, and of what comes next as many as 1F1B is ahead, as
 S stages, N slices of all micro-batches in issue order; a micro-batch that is not cut is one slice.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
-from lengthwise.core.one_f_one_b import PassTimes, run_stages
+from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pass_order import Pass, PassKind
 from lengthwise.core.step_plan import Pipeline
 
@@ -120,13 +122,21 @@ def sliced_orders(
         num_stages: of the pipeline.
     """
     pipeline = _Slices(counts, times, kept_bytes, limit_bytes, num_stages)
-    if num_stages == 1:
-        return pipeline.run([pipeline.needed])
-    eager, lazy = pipeline.last_stage(), pipeline.needed
-    rules = [(eager, multiple) for multiple in MULTIPLES]
-    rules += [(lazy, multiple) for multiple in MULTIPLES if lazy != eager]
-    options = dict.fromkeys(tuple(map(tuple, pipeline.stages(last, multiple))) for last, multiple in rules)
-    return min(map(pipeline.run, options), key=lambda option: option.end_s)
+    end_s, stages = pipeline.fastest()
+    return SlicedOrders(end_s, tuple(_order(forwards, pipeline.backwards) for forwards in reversed(stages)))
+
+
+def sliced_end_s(
+    counts: Sequence[int],
+    times: PassTimes,
+    kept_bytes: Sequence[int],
+    *,
+    limit_bytes: int,
+    num_stages: int,
+    limit_s: float = inf,
+) -> float:
+    """When the last pass of :func:`sliced_orders` ends; inf if that is no sooner than ``limit_s``, found out faster."""
+    return _Slices(counts, times, kept_bytes, limit_bytes, num_stages).fastest(limit_s)[0]
 
 
 def forwards_first(counts: Sequence[int], num_stages: int) -> tuple[tuple[Pass, ...], ...]:
@@ -141,6 +151,50 @@ def _backwards(counts: Sequence[int]) -> list[int]:
     return [number for count, end in zip(counts, ends) for number in range(end - 1, end - count - 1, -1)]
 
 
+@dataclass
+class _StageClock:
+    """How far a stage is."""
+
+    forwards_before: Sequence[int]
+    inputs: list[float]
+    """When the input of each slice is there."""
+    gradients: list[float]
+    """When that of its output is."""
+    left_s: float
+    """Of its passes."""
+    now_s: float = 0.0
+    num_forwards: int = 0
+    num_backwards: int = 0
+
+    def advance(
+        self,
+        forwards_s: Sequence[float],
+        backwards_s: Sequence[float],
+        order: Sequence[int],
+        *,
+        before: list[float] | None,
+        behind: list[float],
+    ) -> None:
+        """Run passes while what they need is there; ``before`` and ``behind``: when neighbours have what they give."""
+        now_s, forward, backward, count = self.now_s, self.num_forwards, self.num_backwards, len(order)
+        inputs, gradients, forwards_before, done_s = self.inputs, self.gradients, self.forwards_before, 0.0
+        while backward < count:
+            while forward < forwards_before[backward] and inputs[forward] < inf:
+                now_s = max(now_s, inputs[forward]) + forwards_s[forward]
+                behind[forward] = now_s
+                done_s += forwards_s[forward]
+                forward += 1
+            number = order[backward]
+            if forward < forwards_before[backward] or gradients[number] == inf:
+                break
+            now_s = max(now_s, gradients[number]) + backwards_s[number]
+            if before is not None:
+                before[number] = now_s
+            done_s += backwards_s[number]
+            backward += 1
+        self.now_s, self.num_forwards, self.num_backwards, self.left_s = now_s, forward, backward, self.left_s - done_s
+
+
 class _Slices:
     """The slices of one pipeline, and how many forwards its stages run before each backward."""
 
@@ -148,16 +202,47 @@ class _Slices:
         self, counts: Sequence[int], times: PassTimes, kept_bytes: Sequence[int], limit_bytes: int, num_stages: int
     ) -> None:
         ends = list(accumulate(counts))
-        self._backwards, self._times, self._kept_bytes = _backwards(counts), times, kept_bytes
+        self.backwards, self._times, self._kept_bytes = _backwards(counts), times, kept_bytes
         self._limit_bytes, self._num_stages = limit_bytes, num_stages
         self._most_bytes = max((sum(kept_bytes[end - count : end]) for count, end in zip(counts, ends)), default=0)
+        self._kept_until = [0, *accumulate(kept_bytes)]
+        self._until_s = [0.0, *accumulate(times.forwards_s)]
+        """Of the forwards before each one."""
         self.needed = [end for count, end in zip(counts, ends) for _ in range(count)]
 
-    def run(self, forwards_before: Sequence[Sequence[int]]) -> SlicedOrders:
-        """When the last pass ends; ``forwards_before``: of the last stage and those before it."""
-        orders = tuple(_order(counts, self._backwards) for counts in reversed(forwards_before))
-        passes = run_stages([self._times] * self._num_stages, orders=orders)
-        return SlicedOrders(max((stage[-1].end_s for stage in passes if stage), default=0.0), orders)
+    def fastest(self, limit_s: float = inf) -> tuple[float, Sequence[Sequence[int]]]:
+        """When the last pass ends under the fastest rule, and the forwards that it lets each stage run, the last first;
+        inf where no rule ends before ``limit_s``.
+        """
+        if self._num_stages == 1:
+            return self._end_s([self.needed], limit_s), [self.needed]
+        eager, lazy = self.last_stage(), self.needed
+        rules = [(eager, multiple) for multiple in MULTIPLES]
+        rules += [(lazy, multiple) for multiple in MULTIPLES if lazy != eager]
+        options = list(dict.fromkeys(tuple(map(tuple, self.stages(last, multiple))) for last, multiple in rules))
+        best_s, best = inf, options[0]
+        for option in options:
+            if (end_s := self._end_s(option, min(best_s, limit_s))) < best_s:
+                best_s, best = end_s, option
+        return best_s, best
+
+    def _end_s(self, forwards_before: Sequence[Sequence[int]], limit_s: float) -> float:
+        """When the last pass ends, inf where that is seen to be no sooner than ``limit_s``; ``forwards_before``: of the
+        last stage and those before it.
+        """
+        (forwards_s, backwards_s, _), order, count = self._times, self.backwards, len(self.backwards)
+        left_s = sum(forwards_s) + sum(backwards_s)
+        stages = [_StageClock(forwards, [inf] * count, [inf] * count, left_s) for forwards in reversed(forwards_before)]
+        stages[0].inputs[:] = [0.0] * count
+        while any(stage.num_backwards < count for stage in stages):
+            for number, stage in enumerate(stages):
+                before = stages[number - 1].gradients if number else None
+                behind = stages[number + 1].inputs if number + 1 < len(stages) else stage.gradients
+                stage.advance(forwards_s, backwards_s, order, before=before, behind=behind)
+                if stage.now_s + stage.left_s >= limit_s * (1 + TOLERANCE):
+                    return inf
+        end_s = max((stage.now_s for stage in stages), default=0.0)
+        return end_s if end_s < limit_s else inf
 
     def stages(self, last: list[int], multiple: float) -> list[list[int]]:
         """The forwards of every stage, the last first, whose own are given."""
@@ -172,10 +257,10 @@ class _Slices:
         kept_bytes, limit_bytes = self._kept_bytes, min(self._limit_bytes, self._most_bytes)
         forwards_before: list[int] = []
         num_forwards, in_flight = 0, 0
-        for number, least in zip(self._backwards, self.needed):
+        for number, least in zip(self.backwards, self.needed):
             is_room = (
                 bool(forwards_before)
-                and num_forwards < len(self._backwards)
+                and num_forwards < len(self.backwards)
                 and in_flight + kept_bytes[num_forwards] <= limit_bytes
             )
             more = max(least, num_forwards + is_room)
@@ -186,20 +271,14 @@ class _Slices:
 
     def _before(self, behind: Sequence[int], multiple: float, limit_bytes: int) -> list[int]:
         """The forwards of a stage; ``behind``: those of the stage behind it."""
-        kept_bytes, forwards_s = self._kept_bytes, self._times.forwards_s
+        forwards_s, kept_until, until_s = self._times.forwards_s, self._kept_until, self._until_s
         forwards_before: list[int] = []
-        num_forwards, in_flight = 0, 0
-        for number, least in zip(self._backwards, behind):
-            in_flight += sum(kept_bytes[num_forwards:least])
-            num_forwards = max(num_forwards, least)
-            left_s = (multiple + TOLERANCE) * forwards_s[number] - sum(forwards_s[least:num_forwards])
-            while num_forwards < len(self._backwards) and in_flight + kept_bytes[num_forwards] <= limit_bytes:
-                left_s -= forwards_s[num_forwards]
-                if left_s < 0.0 and num_forwards > least:
-                    break
-                in_flight += kept_bytes[num_forwards]
-                num_forwards += 1
-            in_flight -= kept_bytes[number]
+        num_forwards, freed_bytes = 0, 0
+        for number, least in zip(self.backwards, behind):
+            in_memory = bisect_right(kept_until, limit_bytes + freed_bytes) - 1
+            in_time = bisect_right(until_s, until_s[least] + (multiple + TOLERANCE) * forwards_s[number]) - 1
+            num_forwards = max(num_forwards, least, min(in_memory, max(in_time, least + 1)))
+            freed_bytes += self._kept_bytes[number]
             forwards_before.append(num_forwards)
         return forwards_before
 

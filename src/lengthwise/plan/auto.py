@@ -26,12 +26,12 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     families_of,
     placed_strategy,
 )
+from lengthwise.plan.heterogeneous.draft_refinement import DraftRefinement, least_s
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.heterogeneous.local_sequences import LocalSequences
 from lengthwise.plan.heterogeneous.planned_moves import improved
 from lengthwise.plan.heterogeneous.propose import Proposal, Proposer
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
-from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, drafts_of_step
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates, StrategyPlan
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
@@ -45,7 +45,6 @@ from lengthwise.plan.space.draft_plan import DraftPlan
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.parts import FEW_DEVICES, holding, main_parts, parts_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
-from lengthwise.plan.space.ramped_packs import may_ramp, ramped
 from lengthwise.plan.space.shared_work import shared_work, work_shares
 from lengthwise.plan.space.sliced_packs import counted_otherwise
 from lengthwise.plan.space.split_backwards import SplitBackwards, with_whole_backwards
@@ -72,15 +71,8 @@ WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
 to so many while their plans assign fewer sequences than this."""
 LEARNED_BATCHES, LEARNED_SEQUENCES = 4, 6000
 """Typical batches at most, and sequences of them all, whose plans tell which strategies of the corpus are promising."""
-FEW_REPACKED, REPACK_S = 32, 0.03
-"""Most sequences of a step whose plans are packed anew, and about so many seconds that takes."""
-MOST_RAMPED = 3
-"""Most plans of which ramps are tried."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
-NEARLY, NEARLY_RAMPED, NEARLY_SLICED = 1.03, 1.06, 1.15
-"""Plans up to this factor slower than the fastest are packed anew, and run as other candidates, before they compare; up
-to the second where they have slices, and packs may become smaller."""
 MOST_GAIN_S = 60.0
 """Most seconds to gain that count, as where there is no plan so far."""
 
@@ -104,7 +96,8 @@ class AutoPolicy:
         self.local = LocalSequences(problem.candidates if problem.local_sequences else ())
         searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
         self.bound = SearchSpaceBound(problem, searched, any_recompute=True, in_any_order=True)
-        self.runs, self.split_backwards = FastestRuns(self.candidates), SplitBackwards(self.candidates)
+        self.runs = FastestRuns(self.candidates)
+        self.refinement = DraftRefinement(self.runs, SplitBackwards(self.candidates), self.local)
         self.others = others
         self.parts = parts_of(problem.candidates)
         self.num_more_searches = int(with_whole_backwards(problem.candidates) != problem.candidates)
@@ -132,21 +125,21 @@ class AutoPolicy:
         enough_s, is_waited_for = bound_s * (1 + ENOUGH), priced.problem.is_waited_for
         planned = _planned(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
         drafts = _drafts_of(planned)
-        if num_parts := _num_parts(priced, _least_s(drafts) - bound_s):
+        if num_parts := _num_parts(priced, least_s(drafts) - bound_s):
             num_parts += self.num_more_searches
             drafts += _drafts_of(self._search(priced, num_parts, planned))
-        if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
+        if (best_s := least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
-        is_few, may_gain_s = len(priced.lengths) <= FEW_SEQUENCES, _least_s(drafts) - bound_s
+        is_few, may_gain_s = len(priced.lengths) <= FEW_SEQUENCES, least_s(drafts) - bound_s
         if is_few and may_gain_s > bound_s * ENOUGH and _is_worth(priced, may_gain_s, SMALL_STEP_S):
-            drafts += drafts_of_step(priced, self.candidates, self.runs, limit_s=_least_s(drafts))
+            drafts += drafts_of_step(priced, self.candidates, self.runs, limit_s=least_s(drafts))
         if margin > 1:
             drafts += _drafts_of(_planned(self.homogeneous, priced))
         if priced.problem.lattice is not None or isinstance(priced.problem.cost, OverlappedCost):
             # the searches above see neither what fills packs up nor how much of an update passes can hide
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
-        best_s = _least_s(drafts)
+        best_s = least_s(drafts)
         for name, policy in self.others.items():
             if (is_waited_for and best_s <= enough_s) or not _is_worth(priced, best_s - bound_s, OTHERS_S):
                 break
@@ -157,34 +150,9 @@ class AutoPolicy:
                     drafts.append((draft, draft_s))
                     best_s = min(best_s, draft_s)
         assert drafts, "some policy holds every sequence that the search space holds"
-        drafts = self._refined(priced, drafts, bound_s)
+        drafts = self.refinement.of(priced, drafts, bound_s, search_share=_search_share(priced))
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
-
-    def _refined(
-        self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], bound_s: float
-    ) -> list[tuple[DraftPlan, float]]:
-        """The draft plans, and faster ones of the same pipelines: packs dealt anew, run otherwise, in another order."""
-        drafts = [*drafts, *_unpadded(priced, drafts)]
-        may_gain_s = _search_share(priced) * (_least_s(drafts) - bound_s)
-        is_repacked = len(priced.lengths) <= FEW_REPACKED and may_gain_s > REPACK_S
-        if is_repacked:
-            drafts += _repacked(priced, drafts)
-        drafts = self._improved(priced, drafts)
-        drafts += self.split_backwards.faster(priced, drafts)
-        drafts += (in_ramps := _ramped(priced, drafts, bound_s))
-        if is_repacked and in_ramps:
-            drafts += _repacked(priced, in_ramps)
-        return drafts + self.local.faster(priced, drafts)
-
-    def _improved(
-        self, priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]
-    ) -> list[tuple[DraftPlan, float]]:
-        """The draft plans, those that are nearly the fastest with each pack as the candidate that is fastest for it."""
-        least_s = _least_s(drafts)
-        return [
-            self.runs.improve(priced, *draft) if draft[1] <= least_s * _nearly(draft[0]) else draft for draft in drafts
-        ]
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: StrategyPlan | None) -> StrategyPlan | None:
         """The fastest of strategies that are proposed for this step alone, and of those that moves from them lead to.
@@ -208,12 +176,6 @@ class AutoPolicy:
             return None
         every = (*self.strategy_candidates.strategies, *of_step.strategies)
         return improved(priced, fastest, every, most_plans=PLANS_A_PART * num_parts)
-
-
-def _nearly(draft: DraftPlan) -> float:
-    """How many times the fastest plan's seconds one may take that may still become the fastest."""
-    is_sliced = any(pipeline.candidate.scheme.slices > 1 for phase in draft.phases for pipeline in phase)
-    return NEARLY_SLICED if is_sliced else NEARLY
 
 
 def proposals_of_parts(
@@ -305,44 +267,6 @@ def _search_share(priced: PricedBatch) -> float:
     return WAITED_SHARE if priced.problem.is_waited_for else SEARCH_SHARE
 
 
-def _repacked(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
-    """The draft plans that are nearly the fastest with their slowest pipelines packed anew, and their seconds."""
-    near_s = _least_s(drafts) * NEARLY
-    anew = [
-        DraftPlan(phases=tuple([repacked(priced, phase) for phase in draft.phases]))
-        for draft, draft_s in drafts
-        if draft_s <= near_s
-    ]
-    return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
-
-
-def _ramped(
-    priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]], bound_s: float
-) -> list[tuple[DraftPlan, float]]:
-    """The draft plans that are nearly the fastest with packs that grow and shrink again, and their seconds: of each
-    strategy the fastest alone."""
-    least_s, options = _least_s(drafts), dict[tuple[Candidate, ...], tuple[DraftPlan, float]]()
-    for draft, draft_s in sorted(drafts, key=lambda draft: draft[1]):
-        if draft_s > least_s * NEARLY_RAMPED or len(options) == MOST_RAMPED:
-            break
-        pipelines = tuple([pipeline.candidate for phase in draft.phases for pipeline in phase])
-        if pipelines not in options and may_ramp(priced, draft, most_s=_search_share(priced) * (draft_s - bound_s)):
-            options[pipelines] = ramped(priced, draft)
-    return list(options.values())
-
-
-def _unpadded(priced: PricedBatch, drafts: Sequence[tuple[DraftPlan, float]]) -> list[tuple[DraftPlan, float]]:
-    """The draft plans that pad and are nearly the fastest, with the same packs and no padding, and their seconds."""
-    near_s = _least_s(drafts) * NEARLY
-    near = [draft.phases for draft, draft_s in drafts if draft_s <= near_s]
-    anew = [
-        DraftPlan(phases=tuple([tuple([replace(pipeline, padded_to=(), rows=0) for pipeline in p]) for p in phases]))
-        for phases in near
-        if any(pipeline.padded_to for phase in phases for pipeline in phase)
-    ]
-    return [(draft, sum(step_times_s(priced, draft))) for draft in anew]
-
-
 def _planned(
     candidates: StrategyCandidates, priced: PricedBatch, *, enough_s: float | None = None
 ) -> StrategyPlan | None:
@@ -359,10 +283,6 @@ def _planned(
 def _drafts_of(planned: StrategyPlan | None) -> list[tuple[DraftPlan, float]]:
     """The draft plan of a strategy and its seconds, if there is one."""
     return [] if planned is None else [(DraftPlan(phases=(planned.phase,)), planned.time_s)]
-
-
-def _least_s(drafts: Sequence[tuple[DraftPlan, float]]) -> float:
-    return min((time_s for _, time_s in drafts), default=np.inf)
 
 
 def _as_good(

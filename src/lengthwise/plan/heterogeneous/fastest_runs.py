@@ -136,4 +136,4 @@ def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = in
     """Seconds of the pipeline's packs; where a bound of them is ``limit_s`` or more, that bound."""
     times_s = pack_times_s(priced, pipeline)
     bound_s = sum(times_s) + (pipeline.candidate.least_stages - 1) * max(times_s)
-    return bound_s if bound_s >= limit_s else draft_pipeline_s(priced, pipeline, times_s)[0]
+    return bound_s if bound_s >= limit_s else draft_pipeline_s(priced, pipeline, times_s, limit_s=limit_s)[0]

@@ -6,6 +6,7 @@ and where sequences are few, another packing is then often faster.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from lengthwise.plan.space.draft_plan import Phase, PipelineDraft
 from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s
@@ -53,7 +54,7 @@ def _faster(
                 return pipeline, time_s, 0
             most_tried -= 1
             option = replace(pipeline, packs=packs)
-            if (option_s := _time_s(priced, option)) < time_s * (1 - GAIN):
+            if (option_s := _time_s(priced, option, limit_s=time_s)) < time_s * (1 - GAIN):
                 pipeline, time_s, moved = option, option_s, True
                 break
     return pipeline, time_s, most_tried
@@ -75,6 +76,6 @@ def _moves(packs: Packs) -> Iterator[Packs]:
             yield (*packs[: number - 1], pack, packs[number - 1], *packs[number + 1 :])
 
 
-def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
-    """Seconds of the pipeline's packs."""
-    return draft_pipeline_s(priced, pipeline, pack_times_s(priced, pipeline))[0]
+def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = inf) -> float:
+    """Seconds of the pipeline's packs, as far as they are below a limit."""
+    return draft_pipeline_s(priced, pipeline, pack_times_s(priced, pipeline), limit_s=limit_s)[0]

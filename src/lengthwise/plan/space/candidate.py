@@ -215,6 +215,8 @@ class Candidate:
 
     def in_slices(self, count: int) -> "Candidate":
         """The candidate whose micro-batches have ``count`` slices, and that is alike otherwise; made once."""
+        if count == self.scheme.slices:
+            return self
         if count not in self._in_slices:
             self._in_slices[count] = replace(self, scheme=replace(self.scheme, slices=count))
         return self._in_slices[count]

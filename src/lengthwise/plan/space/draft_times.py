@@ -184,8 +184,13 @@ def pipeline_time_s(
     return filled_end_s(PassTimes(forwards_s, backwards_s, weights_s), num_stages)
 
 
-def draft_pipeline_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float]) -> tuple[float, float]:
-    """Seconds of a pipeline whose packs take ``times_s`` per stage, and of its passes that may hide an update."""
+def draft_pipeline_s(
+    priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float], *, limit_s: float = inf
+) -> tuple[float, float]:
+    """Seconds of a pipeline whose packs take ``times_s`` per stage, and of its passes that may hide an update.
+
+    Of slices, whose order takes long to find, inf may stand for ``limit_s`` seconds or more.
+    """
     order, runs = issue_order(priced, pipeline, times_s), runs_of(pipeline)
     if times_s and pipeline.candidate.scheme.slices > 1 and priced.problem.objective is Objective.FLOW_SHOP:
         ordered_s = [times_s[k] for k in order]
@@ -193,7 +198,7 @@ def draft_pipeline_s(priced: PricedBatch, pipeline: PipelineDraft, times_s: list
         ordered = [runs[k] for k in order]
         parts_s = [time_s / run.scheme.slices for time_s, run in zip(ordered_s, ordered)]
         cover_s = update_cover_s(parts_s, [runs[k].forwards for k in order])
-        return sliced_pipeline_s(ordered, lengths, ordered_s), cover_s
+        return sliced_pipeline_s(ordered, lengths, ordered_s, limit_s=limit_s), cover_s
     ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
     of_packs_s = weight_times_s(priced, pipeline, times_s) if _is_split(pipeline) else []
     weights_s = [of_packs_s[k] for k in order] if of_packs_s else []

@@ -6,14 +6,14 @@ from enum import StrEnum
 from functools import lru_cache
 from heapq import heapreplace
 from itertools import chain
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
 from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import PlannedSlice
-from lengthwise.core.sliced_passes import kept_bytes_of, largest_share, sliced_orders
+from lengthwise.core.sliced_passes import kept_bytes_of, largest_share, sliced_end_s
 from lengthwise.plan.space.candidate import Candidate, most_tokens
 
 
@@ -248,13 +248,20 @@ def smaller_packs(
     return (*((position,) for position in long), *map(tuple, filter(None, parts)))
 
 
-def sliced_pipeline_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]], times_s: Sequence[float]) -> float:
-    """Seconds from the first forward to the last backward of packs in slices, in issue order.
+def sliced_pipeline_s(
+    runs: Sequence[Candidate],
+    lengths: Sequence[Sequence[int]],
+    times_s: Sequence[float],
+    *,
+    limit_s: float = inf,
+) -> float:
+    """Seconds from the first forward to the last backward of packs in slices, in issue order; inf if not below a limit.
 
     Args:
         runs: the candidate that each pack runs as, alike but for slices.
         lengths: of the sequences of each pack, padding included.
         times_s: seconds of each pack on one stage.
+        limit_s: seconds at which nobody wants to know more.
     """
     num_stages, state = runs[0].num_stages, runs[0].state_bytes
     counts, kept_bytes, slices_s, forwards_s, most_bytes = [], list[int](), list[float](), list[float](), 0
@@ -268,4 +275,4 @@ def sliced_pipeline_s(runs: Sequence[Candidate], lengths: Sequence[Sequence[int]
         slices_s += [part.time_s for part in slices]
         forwards_s += [part.time_s / run.forwards for part in slices]
     times = PassTimes(forwards_s, [time_s - forward_s for time_s, forward_s in zip(slices_s, forwards_s)])
-    return sliced_orders(counts, times, kept_bytes, limit_bytes=most_bytes, num_stages=num_stages).end_s
+    return sliced_end_s(counts, times, kept_bytes, limit_bytes=most_bytes, num_stages=num_stages, limit_s=limit_s)
