@@ -28,7 +28,7 @@ from tests.session.models import train_alone
 EXACT = 1e-6
 """transformers computes losses, norms and rotations in float32 whatever the weights are."""
 NUM_STEPS, STOPPED = 4, 2
-SHARED = ("--method", "ring", "--degree", 2, "plan.shard_gradients=all")
+SHARED = ("--method", "ring", "--degree", 2, "plan.shard_gradients=all", "plan.max_stages=1")
 
 
 @pytest.fixture(scope="module")

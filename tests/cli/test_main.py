@@ -161,21 +161,36 @@ def test_without_torch_every_command_has_help_or_says_what_to_install(tmp_path):
         assert (code, told) in ((0, ""), (2, f"error: {NO_TORCH}\n")), command
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "data.index=DIR"), ("profile", "data.index=DIR"), ("demo",), ("export", "RUN", "--out", "OUT"),
-        ("analyze", "DIR", "--metric", "length"),
-    ],
+NEEDING_TORCH = (
+    ("train", "data.index=DIR"), ("profile", "data.index=DIR"), ("demo",), ("export", "RUN", "--out", "OUT"),
+    ("analyze", "DIR", "--metric", "length"),
 )  # fmt: skip
-def test_commands_that_need_torch_say_so_before_they_write_anything(arguments, tmp_path):
-    (tmp_path / "SRC").mkdir()
-    (tmp_path / "SRC" / "1.txt").write_text("words and words")
-    build_index(IndexSettings(source=tmp_path / "SRC"), tmp_path / "DIR", workers=1)
-    code = "import sys, tests.no_torch\nfrom lengthwise.cli.main import main\nmain()"
+EACH_BY_ITSELF = """
+import os, shutil, sys, tests.no_torch
+from lengthwise.cli.main import main
+
+for words in map(str.split, sys.argv[1:]):
+    if os.fork() == 0:  # with files of its own
+        shutil.copytree("files", words[0])
+        os.dup2(os.open(words[0] + ".err", os.O_CREAT | os.O_WRONLY), 2)
+        os.chdir(words[0])
+        sys.argv = ["lengthwise", *words]
+        main()
+        sys.exit()
+    _, status = os.wait()
+    print(words[0], os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+def test_commands_that_need_torch_say_so_before_they_write_anything(tmp_path):
+    files = tmp_path / "files"
+    (files / "SRC").mkdir(parents=True)
+    (files / "SRC" / "1.txt").write_text("words and words")
+    build_index(IndexSettings(source=files / "SRC"), files / "DIR", workers=1)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, env=variables
-    )
-    assert done.returncode == 2 and done.stderr.endswith(f"error: {NO_TORCH}\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["DIR", "SRC"]
+    command = [sys.executable, "-c", EACH_BY_ITSELF, *map(" ".join, NEEDING_TORCH)]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables).stdout
+    assert printed.splitlines() == [f"{words[0]} 2" for words in NEEDING_TORCH]
+    for name, *_ in NEEDING_TORCH:
+        assert (tmp_path / f"{name}.err").read_text().endswith(f"error: {NO_TORCH}\n"), name
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["DIR", "SRC"], name

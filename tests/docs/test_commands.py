@@ -130,6 +130,7 @@ def files(tmp_path_factory):
     for copy in ("INDEX", "outputs/corpus"):
         shutil.copytree(folder / "DIR", folder / copy)
     text = "data: {index: DIR, max_length: 512, over_length: split, tokens_per_step: 2048}\ncluster: {name: 4xcpu}\n"
+    text += "plan: {policy: static}\n"  # which is ready at once
     for name in ("CONFIG", "config.yaml", "run.yaml"):
         (folder / name).write_text(text)
     lengthwise(["plan", str(folder / "CONFIG"), f"data.index={folder / 'DIR'}", "plan.policy=static", "--steps", "8",

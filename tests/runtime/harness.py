@@ -7,6 +7,7 @@ import socket
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -135,10 +136,16 @@ COMPARES: list[bool] = []
 
 
 def _compare_where_asked() -> None:
-    """Let ``prepare`` compare models with stock ones under :func:`with_check` alone: it is most of its time.
+    """Let ``prepare`` compare models with stock ones, and stages with whole models, under :func:`with_check` alone.
 
-    What tests train on ranks they compare with a loop of their own.
+    It is most of its time. What tests train on ranks they compare with a loop of their own.
     """
     prepare = import_module("lengthwise.session.prepare")
-    compare = prepare.check_exact
-    prepare.check_exact = lambda run, **options: compare(run, **options) if COMPARES else None  # type: ignore[attr-defined]
+    for name in ("check_exact", "check_stages"):
+        setattr(prepare, name, partial(where_asked, getattr(prepare, name)))
+
+
+def where_asked(compare: Any, *arguments: Any, **options: Any) -> None:
+    """Compare under :func:`with_check` alone."""
+    if COMPARES:
+        compare(*arguments, **options)

@@ -21,6 +21,7 @@ from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.train import device_meter
 from tests.cost.profiled.test_dual_layer import row, table
 from tests.plan.costs import StagesFitMore
+from tests.runtime.harness import with_check
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.runs import in_double
 from tests.session import models
@@ -125,7 +126,7 @@ def assert_as_alone(found, family):
 
 @pytest.mark.parametrize(("family", "num_ranks"), [("plain", 3), pytest.param("llama", 2, marks=pytest.mark.deep)])
 def test_planned_stages_train_what_one_device_trains(ranks, family, num_ranks):
-    assert_as_alone(ranks(num_ranks).run(train, family), family)
+    assert_as_alone(ranks(num_ranks).run(with_check, train, family), family)
 
 
 @pytest.mark.deep

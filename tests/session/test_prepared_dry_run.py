@@ -79,11 +79,11 @@ def in_split_stages(plan):
 
 
 def in_sliced_stages(plan):
-    """All micro-batches on two stages of two ranks, in four slices."""
+    """Two micro-batches on two stages of two ranks, in four slices."""
     (pipeline, _) = plan.pipelines
     scheme = replace(pipeline.scheme, stage_layers=(1, 2), slices=4)
     slices = tuple(PlannedSlice(size, 0.25) for size in (13_000, 8_000, 6_000, 5_768))
-    micro_batches = (replace(m, slices=slices) for p in plan.pipelines for m in p.micro_batches)
+    micro_batches = (replace(m, slices=slices) for m in pipeline.micro_batches)
     return replace(plan, pipelines=(Pipeline(ranks=(0, 1, 2, 3), scheme=scheme, micro_batches=tuple(micro_batches)),))
 
 
@@ -117,7 +117,10 @@ def dry_runs(request, tmp_path_factory):
         for name, plan in PLANS.items()
     ]
     variants = AS_PREPARED, LayerVariant(head_groups=2), SPLIT_BACKWARD
-    (profile,), *answers = run_process([trial.profile_request(TOKENS, schemes, variants=variants), *steps])
+    profiled = trial.profile_request(TOKENS, schemes, variants=variants)
+    # One rank in a stage by itself, which no plan here has, splits no backward.
+    profiled["packs"] = [pack for pack in profiled["packs"] if pack[0] > 1 or not pack[3]["split_backward"]]
+    (profile,), *answers = run_process([profiled, *steps])
     costs = {
         name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
         for name in PLANS

@@ -160,7 +160,8 @@ def _check_known(model: StockModel) -> None:
         raise missing_package(f"training a {model.architecture}", "transformers")
     import transformers
 
-    if model.architecture not in dir(transformers):  # names alone: no module of a model is imported
+    names = transformers.__all__  # type: ignore[attr-defined]
+    if model.architecture not in names:  # no module of a model is imported; dir() of theirs takes a third of a second
         raise InputError(
             f"{model.folder / 'config.json'}: transformers {transformers.__version__} has no class "
             f"{brief(model.architecture)}; install a version that has it, or load the model yourself and train it with "

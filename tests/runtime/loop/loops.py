@@ -15,6 +15,7 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.harness import where_asked
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.memory_runs import LENGTHS, Model, Source, Stream, plan_on, run_of
 
@@ -34,7 +35,7 @@ def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0, loss_scale=scale),
         lr=lambda step: lr, clip_norm=0.0, num_steps=num_steps,
     )  # fmt: skip
-    run.check_stages = partial(check_stages, run)
+    run.check_stages = partial(where_asked, check_stages, run)
     if by_layer:
         run.gather_by_layer()
     return run

@@ -21,6 +21,7 @@ from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.harness import where_asked
 
 LAYERS, VOCABULARY = 3, 61
 LENGTHS = (23, 9, 14, 5)
@@ -195,7 +196,7 @@ def train(
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
-    run.check_stages = partial(check_stages, run)
+    run.check_stages = partial(where_asked, check_stages, run)
     for number, layer in enumerate(model.layers if not by_layer else ()):
         if layer.down.weight.requires_grad:
             fail = partial(fail_here, f"gradient of layer {number}")

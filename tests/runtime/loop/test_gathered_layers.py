@@ -38,7 +38,11 @@ def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, 
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("trained", memory_runs.TRAINED)
+@pytest.mark.parametrize(
+    "trained",
+    # Stages gather the others for a step.
+    [pytest.param(name, marks=[pytest.mark.deep] * (number % 2)) for number, name in enumerate(memory_runs.TRAINED)],
+)
 def test_a_model_of_which_only_parts_are_trained_gathers_those(ranks, trained):
     expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
     for recomputed in (0, 3):
@@ -47,7 +51,14 @@ def test_a_model_of_which_only_parts_are_trained_gathers_those(ranks, trained):
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("place", ["before the forward", "before the backward", "the loss", "after the backward"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "before the forward",
+        "after the backward",
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the backward", "the loss")),
+    ],
+)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"),
     [

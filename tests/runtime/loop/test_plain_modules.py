@@ -79,7 +79,7 @@ BOTH_WAYS = {"sum_of_losses": masked_losses, "loss": logits_loss, "objective": M
 
 
 @pytest.mark.parametrize(
-    "mask", ["is_causal", "bool", "none", *(pytest.param(m, marks=pytest.mark.deep) for m in ("float", "buffer"))]
+    "mask", ["bool", "none", *(pytest.param(m, marks=pytest.mark.deep) for m in ("is_causal", "float", "buffer"))]
 )
 def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to_4(ranks, mask):
     for found in ranks(4).run(step_on_ranks, gpt_case(mask), DEGREES):

@@ -95,7 +95,14 @@ def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks,
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("place", ["before the forward", "before the backward", "the loss", "after the backward"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "before the backward",
+        "the loss",
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the forward", "after the backward")),
+    ],
+)
 def test_a_rank_that_leaves_a_step_keeps_no_other_waiting(ranks, place):
     losses, expected = plain_loop()
     for found, weights, _ in ranks(2).run(sharing, train_through_trouble, 2, 1, place, {1}):

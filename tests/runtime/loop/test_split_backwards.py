@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.split_products import splitting, weight_product
+from tests.runtime.harness import with_check
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.loops import plain_loop, train_through_trouble, with_plans_changed
 from tests.runtime.loop.runs import assert_exact, shard_of, step_on_ranks
@@ -68,7 +69,7 @@ def test_a_model_of_which_only_parts_are_trained_splits_what_it_can(ranks, train
     expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
     if trained == "an output bias":  # no weight, so that nothing is left for later
         with pytest.raises(Exception, match="no backward of Model can be split"):
-            ranks(3).run(splitting_all, memory_runs.train, 1, 1, {}, trained, stages=3)
+            ranks(3).run(with_check, splitting_all, memory_runs.train, 1, 1, {}, trained, stages=3)
         return
     for losses, _, weights in ranks(3).run(splitting_all, memory_runs.train, 1, 1, {}, trained, stages=3):
         assert losses == pytest.approx(expected[0], abs=1e-10)

@@ -156,7 +156,7 @@ def test_a_model_in_whose_stages_more_than_hidden_states_passes_is_refused():
 def test_a_check_of_stages_leaves_no_gradient_behind():
     run = make_run(model_of(), degree=1)
     before = weights_of(run.model)
-    run.check_stages((1, 1, 1))
+    check_stages(run, (1, 1, 1))
     assert not run.state.gradients.any()
     assert torch.equal(weights_of(run.model), before)
     run.close()
@@ -171,10 +171,10 @@ def check_stages_where_a_rank_fails():
 
     hook = run.model.layers[1].register_forward_pre_hook(fail) if run.world.rank == run.world.size - 1 else None
     with pytest.raises((CheckError, InfeasibleError)) as refused:
-        run.check_stages((1, 2))
+        check_stages(run, (1, 2))
     if hook is not None:
         hook.remove()
-    run.check_stages((1, 2))
+    check_stages(run, (1, 2))
     run.close()
     return str(refused.value)
 

@@ -65,8 +65,9 @@ SPECS = {"causal": CAUSAL, "bidirectional": BIDIRECTIONAL}
 EVERY_METHOD = [
     pytest.param(
         method, num_ranks, SPECS[name], id=f"{method}-{num_ranks}-{name}",
-        # Any two of the three meet in the others already, and four ranks are two and two.
-        marks=[pytest.mark.deep] * ((number + num_ranks + (name == "causal")) % 2 or (num_ranks == 4 and number > 1)),
+        # Any two of the three meet in the others and in the families below, and four ranks are two and two.
+        marks=[pytest.mark.deep]
+        * (num_ranks == 2 or (number + num_ranks + (name == "causal")) % 2 or (num_ranks == 4 and number > 1)),
     )
     for number, method in enumerate((*SHARDED, *WHOLE)) for num_ranks in (1, 2, 3, 4) for name in SPECS
 ]  # fmt: skip

@@ -76,7 +76,10 @@ def _check_same_bits():
     assert loss == same_loss and all(torch.equal(sharded[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.deep] * (n in ("llama", "gpt", "transformer-1d"))) for n in FAMILIES],
+)
 def test_phases_may_keep_other_gradients_of_the_same_weights(ranks, name):
     """Stages of two with shares, then one rank each, then shares of four; of weights that are tied too."""
     ranks(4).run(_check_phases, name)

@@ -26,6 +26,8 @@ EXACT = 1e-12
 """float64: sums of a few numbers of order one in another order."""
 CASES = [(name, SETTINGS) for name in ("tied llama", "gpt", "bert")] + [("llama", SETTINGS), ("bert", ADAFACTOR)]
 every_case = pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda one: getattr(one, "name", one))
+NODES = [(3, 0), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((4, 2), (2, 0), (4, 0)))]
+"""Numbers of ranks, and of ranks in a node; four in nodes of two are by themselves below."""
 
 
 def layouts_of(name, seed, num_ranks):
@@ -48,10 +50,7 @@ def pulled(state, holdings):
         state.need(unit)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"),
-    [(1, 0), (3, 0), (3, 2), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))],
-)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 0), *NODES])
 @every_case
 def test_every_rank_gets_the_rows_it_computes_with_and_nothing_else(ranks, name, settings, num_ranks, ranks_per_node):
     ranks(num_ranks).run(_check_pulled, name, settings, ranks_per_node)
@@ -76,10 +75,7 @@ def _check_pulled(name, settings, ranks_per_node):
                     assert found.numel() == 0, f"{parameter} is not computed with, seed {seed}"
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"),
-    [(3, 0), (3, 2), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))],
-)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), NODES)
 @every_case
 def test_owners_get_the_sum_of_the_gradients_of_all_that_computed_with_their_share(
     ranks, name, settings, num_ranks, ranks_per_node
@@ -166,10 +162,7 @@ def _check_order():
     return checked
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "ranks_per_node"),
-    [(3, 0), (3, 2), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))],
-)
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), NODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", [SETTINGS, ADAFACTOR], ids=lambda one: one.name)
 def test_as_many_bytes_are_sent_as_the_layouts_transfers_say(ranks, num_ranks, dtype, settings, ranks_per_node):
@@ -196,6 +189,13 @@ def _check_traffic(dtype, settings, ranks_per_node):
             assert state.sent.calls["pull"] == state.sent.calls["push"] == num_calls
             names.add(tuple(bool(route.shard) for route in state.routes.units))
     assert len(names) > 1 or settings == ADAFACTOR
+
+
+@pytest.mark.parametrize(
+    ("check", "of"), [(_check_pulled, "tied llama"), (_check_pushed, "tied llama"), (_check_traffic, torch.bfloat16)]
+)
+def test_two_nodes_of_two_ranks_exchange_the_same(ranks, check, of):
+    ranks(4).run(check, of, SETTINGS, 2)
 
 
 def moves_among_all(source, target, ranks_per_node):

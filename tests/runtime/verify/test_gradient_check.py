@@ -68,7 +68,10 @@ EXACT = [("shared keys", 1), ("shared keys", 3), ("shift from positions", 1)]
 EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
 
 
-@pytest.mark.parametrize(("oddity", "num_ranks"), EXACT)
+@pytest.mark.parametrize(
+    ("oddity", "num_ranks"),
+    [pytest.param(*case, marks=[pytest.mark.deep] * (case == ("sinks and wide window", 2))) for case in EXACT],
+)
 def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)
     by_layer = (oddity, num_ranks) == ("shared keys", 3)

@@ -40,7 +40,11 @@ def sums(model, tokens, targets):
     return gpt_losses(model, tokens, targets)
 
 
-@pytest.mark.parametrize("mask", [*MASKED, *BY_HAND])
+@pytest.mark.parametrize(
+    "mask",
+    # Others say the same by other operations: sinks by arange, a narrow window, and alibi.
+    [pytest.param(m, marks=[pytest.mark.deep] * (m in ("sinks", "window", "slopes"))) for m in (*MASKED, *BY_HAND)],
+)
 def test_a_mask_by_position_is_that_of_each_sequence_at_degrees_1_to_3(ranks, mask):
     case = Case(build=partial(built, GPT, num_layers=2, mask=mask), sum_of_losses=sums, **IGNORES)
     for result in ranks(3).run(step_on_ranks, case, DEGREES):

@@ -85,12 +85,13 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
     from lengthwise.core.specs import ModelSpec
     from lengthwise.core.step_plan import StepPlan
     from lengthwise.core.typed_json import from_document
-    from lengthwise.runtime.dryrun import engine_step, prepared_step
 
     optimizer = from_document(OptimizerSettings, request["optimizer"])
     shared: dict[str, Any] = {"optimizer": optimizer, "ranks_per_node": request["ranks_per_node"]}
     plan = StepPlan.from_json(request["plan"]) if "plan" in request else None
     if "stock" in request:
+        from lengthwise.runtime.dryrun import prepared_step  # which imports all that prepares models
+
         settings = from_document(prepared_step.StockSettings, request["stock"])
         prepared_step.import_model(settings)  # once, before processes are forked
         if plan is None:
@@ -102,6 +103,8 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         shared |= {"num_kept": request["num_kept"], "state_on_host": request["state_on_host"]}
         return partial(prepared_step.dry_prepared_step, plan, settings, **shared)
     assert plan is not None, "a step has a plan"
+    from lengthwise.runtime.dryrun import engine_step
+
     return partial(
         engine_step.dry_step,
         plan,
