@@ -68,12 +68,17 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
     assert len(set(losses)) == 1
 
 
-@pytest.mark.parametrize("failure", ["function", "memory"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"weights": "by-layer"}, {"cost": SimpleCost(loss=-0.5), "policy": "static"}],
-    ids=["whole", "by-layer", "shared"],
-)
+    ("options", "failure"),
+    [
+        pytest.param(options, failure, id=f"{name}-{failure}", marks=[pytest.mark.deep] * (name == easy))
+        for failure, easy in (("function", "shared"), ("memory", "whole"))
+        for name, options in {
+            "whole": {}, "by-layer": {"weights": "by-layer"},
+            "shared": {"cost": SimpleCost(loss=-0.5), "policy": "static"},
+        }.items()
+    ],
+)  # fmt: skip
 def test_scores_that_fail_on_one_rank_are_refused_on_all_and_the_run_goes_on(ranks, options, failure):
     model, losses = models.gpt(), []
     reports = ranks(2).run(fail_to_score, options, failure)

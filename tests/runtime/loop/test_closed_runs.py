@@ -34,7 +34,11 @@ def go_until(place, run, *, is_failing=True):
         run.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    # What all ranks hear of an error there is looked at below.
+    [pytest.param(p, marks=[pytest.mark.deep] * (p in ("before the forward", "before the backward"))) for p in PLACES],
+)
 @pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_the_next_run_after_an_error_that_all_ranks_caught_trains_what_one_device_trains(ranks, place, by_layer):
     first, second = plain_loop(num_steps=1), plain_loop()

@@ -107,23 +107,18 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks
     memory_runs.check_recovery(ranks, num_ranks, memory_runs.train, degree, stages=stages, by_layer=by_layer)
 
 
+SHAPES = ((3, 1, 3, False), (2, 1, 2, True), (2, 1, 2, False), (4, 2, 2, False), (4, 2, 2, True))
+LEFT = ("before the forward", "before the backward", "the loss", "in the backward", "after the backward")
+QUICK = {SHAPES[0]: ("the loss", "in the backward"), SHAPES[1]: ("before the backward", "in the backward")}
+
+
 @pytest.mark.parametrize(
-    "place",
+    ("num_ranks", "degree", "stages", "by_layer", "place"),
     [
-        "before the backward",
-        "the loss",
-        "in the backward",
-        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the forward", "after the backward")),
+        pytest.param(*shape, place, marks=[pytest.mark.deep] * (place not in QUICK.get(shape, ())))
+        for shape in SHAPES for place in LEFT
     ],
-)
-@pytest.mark.parametrize(
-    ("num_ranks", "degree", "stages", "by_layer"),
-    [
-        (3, 1, 3, False),
-        (2, 1, 2, True),
-        *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, 1, 2, False), (4, 2, 2, False), (4, 2, 2, True))),
-    ],
-)
+)  # fmt: skip
 def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place, by_layer):
     losses, expected = plain_loop()
     for troubled in {num_ranks // 2} if place == "in the backward" else (0, num_ranks - 1):
