@@ -3,15 +3,27 @@
 Schedulers work on an optimizer. Here that of a rank has its share of the parameters, so they get a stand-in with the
 two groups that transformers makes, of nothing. Its rates are shown in the groups of the rank's optimizer, as callbacks
 see and set them there: what a callback sets holds for the next update, until the scheduler sets another.
+
+A run that is resumed has the schedule that its arguments say now, at the step it has come to. What cannot be made anew,
+a scheduler of a user's own class or what a callback made of the rate, comes from the checkpoint.
 """
 
+import logging
 import os
 from typing import Any
 
 import torch
 
 from lengthwise.core.errors import InputError
+from lengthwise.integrations.hf_schedule_settings import (
+    changes_in_words,
+    is_of_the_step,
+    own_values,
+    rates_of,
+    schedule_settings,
+)
 
+_log = logging.getLogger("lengthwise")
 _FILE = "schedule.pt"
 """The state of a schedule in the folder of a checkpoint."""
 _WAY_OUT = (
@@ -47,6 +59,9 @@ class Schedule:
         self._stand_in, self.optimizer = stand_in, stand_in if optimizer is None else optimizer
         self._shown = 0.0
         self._check(constants)
+        self._settings = schedule_settings(trainer.args, self.scheduler, stand_in.param_groups[0], num_steps=num_steps)
+        self._made = self._own_state()
+        self._num_steps, self._is_set, self._is_first = 0, False, trainer.args.process_index == 0
         stand_in.step()  # of nothing, or the scheduler warns
         self._show()
 
@@ -56,31 +71,53 @@ class Schedule:
         Raises:
             InputError: groups of parameters have different rates.
         """
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        rates = rates_of(self.optimizer)
         if any(rate != self._shown for rate in rates):
+            self._is_set = True
             for group in self._stand_in.param_groups:
                 group["lr"] = _single(rates, "a callback")
-        return _single([float(group["lr"]) for group in self._stand_in.param_groups], type(self.scheduler).__name__)
+        return _single(rates_of(self._stand_in), type(self.scheduler).__name__)
 
     def save(self, folder: str) -> None:
-        """Save where the scheduler is and what callbacks have made of its rates."""
+        """Save what makes the schedule, where the scheduler is, and what callbacks have made of its rates."""
         self.rate()
-        rates = [float(group["lr"]) for group in self._stand_in.param_groups]
-        torch.save({"scheduler": self.scheduler.state_dict(), "rates": rates}, os.path.join(folder, _FILE))
+        place = getattr(self.scheduler, "last_epoch", self._num_steps)
+        is_left_alone = not self._is_set and place == self._num_steps and self._own_state() == self._made
+        document = {
+            "scheduler": self.scheduler.state_dict(),
+            "rates": rates_of(self._stand_in),
+            "settings": self._settings,
+            "num_steps": self._num_steps,
+            "is_left_alone": is_left_alone,
+        }
+        torch.save(document, os.path.join(folder, _FILE))
 
     def load(self, folder: str, *, num_updates: int) -> None:
         """Go to where the scheduler was when it was saved, or after ``num_updates`` steps if it was not.
 
+        The rate is that of the schedule as it was made now. It is the saved one where the scheduler cannot be made
+        anew, and where nothing of the schedule was changed but what a callback made of it.
+
         Raises:
-            InputError: the file has more than plain values.
+            InputError: the file has more than plain values, or the scheduler has no rate for that step.
         """
         path = os.path.join(folder, _FILE)
         if os.path.isfile(path):
             self._restore(path)
         else:
-            for _ in range(num_updates):
-                self.scheduler.step()
+            self._go_to(num_updates)
         self._show()
+
+    def _go_to(self, num_steps: int) -> None:
+        try:
+            for _ in range(num_steps):
+                self.scheduler.step()
+        except ValueError as error:  # such as of OneCycleLR
+            kind = type(self.scheduler).__name__
+            raise InputError(
+                f"the {kind} has no rate for step {num_steps} ({error}); set a larger max_steps"
+            ) from error
+        self._num_steps = num_steps
 
     def _restore(self, path: str) -> None:
         try:
@@ -89,9 +126,39 @@ class Schedule:
             raise InputError(
                 f"{path} cannot be read ({type(error).__name__}); delete it to take the rate from the step alone"
             ) from error
+        saved, now = state.get("settings", _base_rate(state["scheduler"])), self._settings
+        changes, num_steps = changes_in_words(saved, now), state.get("num_steps", state["scheduler"].get("last_epoch"))
+        is_left_alone, is_known = state.get("is_left_alone", True), is_of_the_step(self.scheduler)
+        if is_known and num_steps is not None and (changes or is_left_alone):
+            self._go_to(num_steps)
+            rates = rates_of(self._stand_in)
+            if changes or rates != state["rates"]:
+                self._say(changes or "a schedule of other rates", state["rates"], is_left_alone=is_left_alone)
+            return
         self.scheduler.load_state_dict(state["scheduler"])
         for group, rate in zip(self._stand_in.param_groups, state["rates"], strict=True):
             group["lr"] = rate
+        self._num_steps, self._is_set = num_steps or 0, True
+        if changes and self._is_first:
+            _log.warning(
+                "resumed with %s: the state of the %s is that of the checkpoint, with a rate of %g now, since it "
+                "cannot be made anew for the step",
+                changes, type(self.scheduler).__name__, state["rates"][0],
+            )  # fmt: skip
+
+    def _say(self, changes: str, saved_rates: list[float], *, is_left_alone: bool) -> None:
+        if not self._is_first:
+            return
+        rate = rates_of(self._stand_in)[0]
+        dropped = "" if is_left_alone else "; what callbacks had made of it is dropped"
+        _log.warning(
+            "resumed with %s: the rate of the next step is %g, where the checkpoint has %g%s",
+            changes, rate, saved_rates[0], dropped,
+        )  # fmt: skip
+
+    def _own_state(self) -> tuple[Any, ...]:
+        """What callbacks may change of the scheduler itself."""
+        return list(getattr(self.scheduler, "base_lrs", ())), own_values(self.scheduler)
 
     def end_update(self) -> None:
         """Show the rate of the update that is done, as callbacks see it then."""
@@ -101,10 +168,11 @@ class Schedule:
         """Go on to the rate of the next step."""
         self.rate()
         self.scheduler.step()
+        self._num_steps += 1
         self._show()
 
     def _show(self) -> None:
-        self._shown = _single([float(g["lr"]) for g in self._stand_in.param_groups], type(self.scheduler).__name__)
+        self._shown = _single(rates_of(self._stand_in), type(self.scheduler).__name__)
         for group in self.optimizer.param_groups:
             group["lr"] = self._shown
 
@@ -137,6 +205,12 @@ def _stand_in(args: Any, name: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=args.learning_rate)
     betas = (args.adam_beta1, args.adam_beta2)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+
+
+def _base_rate(state: dict[str, Any]) -> dict[str, Any]:
+    """What a scheduler's state says of its settings, of a checkpoint without them."""
+    rates: list[float] = list(state.get("base_lrs") or ())
+    return {"learning_rate": float(rates[0])} if rates else {}
 
 
 def _constants(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
