@@ -13,7 +13,7 @@ import lengthwise
 from lengthwise.cli.commands import compare
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config
-from lengthwise.config.setting_names import as_option
+from lengthwise.config.setting_names import MODEL_WORDS, as_option, as_trainer_argument
 from lengthwise.core.errors import InfeasibleError, InputError, Setting, as_key, errors_spelt
 from lengthwise.session.plan_lengths import PlanningOptions
 from lengthwise.session.planning_args import COMMAND_LINE, PYTHON
@@ -56,7 +56,7 @@ def messages():
 
 
 def test_every_setting_that_a_message_names_exists():
-    assert {setting.value for setting in Setting} <= KEYS
+    assert {setting.value for setting in Setting} - {"model.*"} <= KEYS
     named = {(str(path), key) for path, text in messages() for key in NAMED.findall(text)}
     assert len(named) > 60
     assert {(path, key) for path, key in named if key not in KEYS | NO_SETTINGS} == set()
@@ -88,6 +88,9 @@ def test_each_surface_spells_settings_that_it_has(setting):
         (COMMAND_LINE, options),
     ):
         spelt = spell(setting).removesuffix(" (timeout_s= of prepare)")
+        if spelt in (*MODEL_WORDS.values(), "settings model.*"):
+            assert setting in MODEL_WORDS
+            continue
         assert spelt in known or (spell is not as_key and spelt == setting.value + ELSEWHERE)
 
 
@@ -111,6 +114,27 @@ def test_an_error_is_spelt_for_those_who_read_it(spell, spelt):
     assert error.remedies == (Setting.MAX_LENGTH, Setting.OPTIMIZER, Setting.MAX_TOKENS)
     assert str(InputError(f"rank 1: {error.marked}")).endswith(
         "Set data.max_length=3, optim.name=sgd or plan.max_tokens"
+    )
+
+
+@pytest.mark.parametrize("setting", Setting)
+def test_the_trainer_spells_settings_by_its_arguments(setting):
+    transformers = pytest.importorskip("transformers")
+    spelt = as_trainer_argument(setting)
+    option = spelt.removeprefix('lengthwise={"').removesuffix('": ...}')
+    known = {*vars(transformers.TrainingArguments)["__dataclass_fields__"], "policy", *MODEL_WORDS.values()}
+    of_several = "per_device_train_batch_size x gradient_accumulation_steps x ranks"
+    assert spelt in known | {of_several, setting.value + ELSEWHERE} or option in PrepareOptions.model_fields
+
+
+def test_values_that_an_error_names_are_spelt_for_the_trainer():
+    text = (
+        f"Set {Setting.OPTIMIZER}=sgd, {Setting.OPTIMIZER}=adafactor, {Setting.COMPILE}=true, {Setting.RECOMPUTE}=all"
+    )
+    text += f", {Setting.MAX_LENGTH}=30, or {Setting.LR}=1.5e-3."
+    assert InputError(text).spelt(as_trainer_argument) == (
+        'Set optim="sgd", lengthwise={"optimizer": "adafactor"}, torch_compile=True, lengthwise={"recompute": "all"}, '
+        'lengthwise={"max_length": 30}, or learning_rate=1.5e-3.'
     )
 
 

@@ -1,11 +1,14 @@
 """A run of lengthwise.Trainer goes on from its checkpoints with what its arguments say now."""
 
+import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
+from lengthwise.core.errors import InputError
 from tests.session import trainers
 from tests.session.trainer_hooks import SGD, rates
 from tests.session.trainers import train
@@ -119,3 +122,107 @@ def test_factors_that_a_subclass_changes_count_from_the_next_step(tmp_path, capl
         "resumed with a schedule of other rates: the rate of the next step is 0.02" in line
         for line in warnings_of(caplog)
     )
+
+
+def copied(whole, tmp_path):
+    """The checkpoints of the run in a folder of their own."""
+    return shutil.copytree(whole[0], tmp_path / "copied")
+
+
+def truncate(checkpoint):
+    file = next(checkpoint.glob("lengthwise/*/*.distcp"))
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    "harm", ["a file is cut", "the folder is half written", "the state is lost", "the state is cut"]
+)
+def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one_beside_it(harm, whole, tmp_path):
+    folder = copied(whole, tmp_path)
+    newest = folder / "checkpoint-6"
+    if harm == "a file is cut":
+        truncate(newest)
+    elif harm == "the folder is half written":
+        next(newest.glob("lengthwise/*/state.json")).unlink()
+    elif harm == "the state is lost":
+        (newest / "trainer_state.json").unlink()
+    else:
+        (newest / "trainer_state.json").write_text('{"global_step":')
+    truncate(folder / "checkpoint-4")
+    way_out = f'go on from the newest intact checkpoint beside it: resume_from_checkpoint="{folder / "checkpoint-2"}"'
+    with pytest.raises(InputError) as refused:
+        resume(folder, newest, {})
+    assert str(refused.value).endswith(way_out) and "checkpoint-6" in str(refused.value)
+    shutil.rmtree(folder / "checkpoint-2")
+    with pytest.raises(InputError, match=r"no other checkpoint-N that can be resumed from lies beside it: train anew$"):
+        resume(folder, newest, {})
+
+
+def test_the_weights_of_one_step_are_not_resumed_with_the_state_of_another(whole, tmp_path):
+    folder = copied(whole, tmp_path)
+    shutil.copy(folder / "checkpoint-2" / "trainer_state.json", folder / "checkpoint-4")
+    with pytest.raises(InputError, match=r"checkpoint-4 is of step 2 by its trainer_state\.json and of step 4 by its"):
+        resume(folder, folder / "checkpoint-4", {})
+
+
+REFUSED = {
+    r'holds the state of sgd, this run has optim="adamw_torch"; set optim="sgd", or .* \(from_pretrained\)': {
+        "optim": "adamw_torch",
+    },
+    r"per_device_train_batch_size x gradient_accumulation_steps x ranks: 4 in the state, 2 here": {
+        "gradient_accumulation_steps": 2,
+    },
+    r"train_sampling_strategy: 'corpus' in the state, 'shuffled' here": {"train_sampling_strategy": "random"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_checkpoint_cannot_be_resumed_with_is_named_as_the_trainer_takes_it(words, whole, tmp_path):
+    with pytest.raises(InputError, match=words):
+        resume(tmp_path, whole[0] / "checkpoint-2", REFUSED[words])
+
+
+def test_options_and_models_that_a_checkpoint_cannot_be_resumed_with_are_named_as_the_trainer_takes_them(
+    whole, tmp_path
+):
+    checkpoint = whole[0] / "checkpoint-2"
+    with pytest.raises(InputError, match=r'lengthwise=\{"tokens_per_step": \.\.\.\}: None in the state, 200 here'):
+        resume(tmp_path, checkpoint, {}, lengthwise=trainers.planned(tokens_per_step=200))
+    smaller = type(trainers.gpt2())(trainers.gpt2().config.__class__(vocab_size=64, n_embd=8, n_layer=2, n_head=4))
+    smaller.loss_function = trainers.exact_loss
+    with pytest.raises(InputError, match=r"resume with the model of the run that saved it, or start a new run"):
+        resume(tmp_path, checkpoint, {}, model=smaller.double())
+
+
+def test_a_resumed_run_of_which_no_step_is_left_says_so(whole, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "lengthwise"):
+        found = resume(tmp_path, whole[0] / "checkpoint-4", {"max_steps": 3})
+    assert found.state.global_step == 4
+    assert any("nothing is left to train: the checkpoint is of step 4" in line for line in warnings_of(caplog))
+
+
+def test_a_run_resumed_among_steps_without_a_loss_logs_the_last_one_that_is_known(tmp_path):
+    rows = trainers.dataset(10)
+    for number in (0, 1, 5, 6, 7):
+        rows[number]["labels"] = [-100] * len(rows[number]["labels"])
+    options = SGD | {"gradient_accumulation_steps": 1, "max_steps": 10, "save_strategy": "steps", "save_steps": 6}
+    whole = train(tmp_path, options | {"logging_steps": 2}, train_dataset=rows)
+    *log, summary = whole.state.log_history
+    every = train(tmp_path / "every", options | {"save_strategy": "no"}, train_dataset=rows).state.log_history[:-1]
+    losses = [entry["loss"] for entry in every]
+    assert losses[:2] == [0, 0] and losses[4] == losses[5] == losses[6] == losses[7] > 1
+    assert [entry["loss"] for entry in log] == pytest.approx(
+        [0, *(np.mean(losses[k : k + 2]) for k in (2, 4, 6, 8))], rel=1e-12
+    )
+    assert summary["train_loss"] == pytest.approx(np.mean(losses[2:]), rel=1e-12), "steps before any loss are left out"
+    options |= {"logging_steps": 2}
+    resumed = train(tmp_path, options, train_dataset=rows, resume=str(tmp_path / "checkpoint-6"))
+    assert [entry["loss"] for entry in resumed.state.log_history[:-1]] == [entry["loss"] for entry in log]
+
+    three = train(tmp_path / "three", options | {"save_strategy": "no", "logging_steps": 3}, train_dataset=rows)
+    assert three.state.log_history[0]["loss"] == losses[2], "the first two of three steps have none"
+    file = tmp_path / "checkpoint-6" / "lengthwise" / "losses.json"
+    assert json.loads(file.read_text()) == {"latest": losses[5]}
+    file.unlink()  # of an older version: the last loss that was logged
+    older = train(tmp_path, options, train_dataset=rows, resume=str(tmp_path / "checkpoint-6"))
+    assert older.state.log_history[3]["loss"] == log[2]["loss"]

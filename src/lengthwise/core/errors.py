@@ -1,7 +1,7 @@
 """Errors a user can cause, each with the exit code the command line returns for it. Anything else is an ``assert``.
 
 A message names settings by :class:`Setting`, such as ``f"lower {Setting.MAX_LENGTH}"``. Whoever shows the error spells
-them as its users do: as keys of a configuration, options of a command or keyword arguments.
+them as its users do: as keys of a configuration, options of a command, keyword arguments or ``TrainingArguments``.
 """
 
 import re
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from copy import copy
 from enum import StrEnum
 
-_MARKED = re.compile("⟦([a-z_.]+)⟧")
+_MARKED = re.compile(r"⟦([a-z_.*]+)⟧(?:=([\w+-]+(?:\.[\w+-]+)*))?")
+"""A setting, and the value that is to be given to it."""
 
 
 class Setting(StrEnum):
@@ -28,6 +29,8 @@ class Setting(StrEnum):
     PACING_START = "data.pacing_start"
     PACING_STAGES = "data.pacing_stages"
     CURRICULUM_EPOCHS = "data.curriculum_epochs"
+    MODEL = "model.*"
+    """All that says which model is trained."""
     HF = "model.hf"
     IMPLEMENTATION = "model.implementation"
     CLUSTER = "cluster.name"
@@ -68,6 +71,8 @@ class Setting(StrEnum):
 
 def as_key(setting: Setting) -> str:
     """Spell a setting as configurations do; also as ``prepare`` does where its user's own loop may meet the error."""
+    if setting is Setting.MODEL:
+        return "settings model.*"
     return f"{setting.value} (timeout_s= of prepare)" if setting is Setting.TIMEOUT_S else setting.value
 
 
@@ -105,11 +110,19 @@ class LengthwiseError(ValueError):
     @property
     def remedies(self) -> tuple[Setting, ...]:
         """The settings that the message names, in its order."""
-        return tuple(Setting(key) for key in _MARKED.findall(self.marked))
+        return tuple(Setting(match[1]) for match in _MARKED.finditer(self.marked))
 
     def spelt(self, spell: Callable[[Setting], str]) -> str:
-        """The message with its settings spelt by ``spell``."""
-        return _MARKED.sub(lambda match: spell(Setting(match[1])), self.marked)
+        """The message with its settings spelt by ``spell``; one with a method ``assign`` spells values that follow."""
+        assign: Callable[[Setting, str], str] = getattr(
+            spell, "assign", lambda setting, value: f"{spell(setting)}={value}"
+        )
+
+        def of_match(match: re.Match[str]) -> str:
+            setting = Setting(match[1])
+            return spell(setting) if match[2] is None else assign(setting, match[2])
+
+        return _MARKED.sub(of_match, self.marked)
 
     def __str__(self) -> str:
         return self.spelt(self.spell)

@@ -14,6 +14,12 @@ from lengthwise.data.rng import BATCHES, epoch_order
 
 _SCHEMA_VERSION = 2
 _PLACE = ("epoch", "position", "step")
+_SETTINGS = {
+    "tokens_per_step": Setting.TOKENS_PER_STEP,
+    "sequences_per_step": Setting.SEQUENCES_PER_STEP,
+    "order.name": Setting.ORDER,
+}
+"""What of a sampler's identity is a setting of its own."""
 
 
 def batch_of(lengths: LengthIndex, ids: np.ndarray, *, step: int, objective: str) -> GlobalBatch:
@@ -151,7 +157,7 @@ class Sampler:
         expected = _flat({"schema_version": _SCHEMA_VERSION, **self._identity})
         saved = _flat({name: value for name, value in state.items() if name not in _PLACE})
         wrong = [
-            f"{name}: {saved.get(name)!r} in the state, {expected.get(name)!r} here"
+            f"{_SETTINGS.get(name, name)}: {saved.get(name)!r} in the state, {expected.get(name)!r} here"
             for name in dict.fromkeys([*expected, *saved])
             if saved.get(name) != expected.get(name)
         ]

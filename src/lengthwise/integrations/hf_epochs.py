@@ -14,13 +14,19 @@ import numpy as np
 import torch
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.order import make_order
 from lengthwise.data.sampler import batch_of
 from lengthwise.runtime.comm.collectives import gather_rows
 
 _PLACE = ("epoch", "position", "step")
+_WORDS = {
+    "digest": "digest of the items",
+    "sequences_per_step": f"{Setting.SEQUENCES_PER_STEP}",
+    "size": "items of an epoch",
+}
+"""What makes up the epochs of a checkpoint."""
 Draw = Callable[[int], np.ndarray]
 """From the number of an epoch to the items that it has, in order."""
 
@@ -145,10 +151,14 @@ class EpochBatches:
         Raises:
             InputError: the state is of other data or other batches.
         """
-        if (saved := {name: state.get(name) for name in self._identity}) != self._identity:
+        changed = [
+            f"{_WORDS[name]}: {state.get(name)} in the checkpoint, {value} here"
+            for name, value in self._identity.items() if state.get(name) != value
+        ]  # fmt: skip
+        if changed:
             raise InputError(
-                f"the checkpoint is of other epochs ({saved}, here {self._identity}); resume with the dataset, the "
-                "sampler, the sizes and the number of epochs that it was trained with"
+                f"the checkpoint is of other epochs ({'; '.join(changed)}); resume with the dataset, the sampler, the "
+                "sizes and the number of epochs that it was trained with"
             )
         self.epoch, self.position, self.step = (state[name] for name in _PLACE)
         self._items = None

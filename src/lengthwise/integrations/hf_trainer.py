@@ -21,10 +21,13 @@ import torch
 from lengthwise.config.choices import PolicyName
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_keywords import PrepareKeywords
-from lengthwise.core.errors import InputError
+from lengthwise.config.setting_names import as_trainer_argument
+from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.integrations.hf_callback import TrainerCallback
+from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_done, resume_run
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
+from lengthwise.integrations.hf_losses_of_steps import StepLosses
 from lengthwise.integrations.hf_overrides import is_overridden
 from lengthwise.integrations.hf_schedule import Schedule
 from lengthwise.integrations.hf_training_args import (
@@ -56,8 +59,6 @@ except ImportError as error:
 
 __all__ = ["Trainer", "TrainerCallback"]
 
-FOLDER = "lengthwise"
-"""Of weights, optimizer and stream in a checkpoint; beside it lie the model and the state as transformers has them."""
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
@@ -84,6 +85,7 @@ class Trainer(transformers.Trainer):
         """While it trains."""
         self._options: dict[str, Any] = {"policy": policy, **(lengthwise or {})}
 
+    @errors_spelt(as_trainer_argument)
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
@@ -124,6 +126,7 @@ class Trainer(transformers.Trainer):
         finally:
             self.run = self.optimizer = self.lr_scheduler = None
             run.close()
+        self._total_loss_scalar = self._losses.mean * (self.state.global_step - self._initial_global_step)
         return self._finalize_training(None, self._num_samples(), started_s)
 
     def _prepare(self) -> Run:
@@ -244,19 +247,22 @@ class Trainer(transformers.Trainer):
         run.num_steps = max_steps
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
         if checkpoint is not None:
-            run.resume(os.path.join(checkpoint, FOLDER))
+            resume_run(run, checkpoint, step=self.state.global_step)
+            log_if_done(run)
         name = optimizer_name(args)
         self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
+        self._losses = StepLosses(args.device)
         if checkpoint is not None:
-            num_updates = self.state.global_step - run.ledger.skipped_steps
-            self._schedule.load(checkpoint, num_updates=num_updates)
+            if self.state.global_step <= max_steps:  # some schedules have no rate after that
+                num_updates = self.state.global_step - run.ledger.skipped_steps
+                self._schedule.load(checkpoint, num_updates=num_updates)
+            self._losses.load(os.path.join(checkpoint, FOLDER), self.state.log_history)
             self._load_rng_state(checkpoint)
         self.run, self.optimizer, self.model_wrapped = run, self._schedule.optimizer, self.model
         self._num_accumulated = args.gradient_accumulation_steps
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._tr_loss = torch.zeros((), dtype=torch.float64, device=args.device)
-        self._total_loss_scalar = self._latest_loss = 0.0
+        self._tr_loss, self._total_loss_scalar = torch.zeros(()), 0.0  # of transformers' loop: here it is _losses
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = self.get_train_dataloader()  # for callbacks: batches are planned
@@ -272,9 +278,7 @@ class Trainer(transformers.Trainer):
                 pass  # it did not fit, and comes again
             self._schedule.end_update()
             self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
-            if not math.isnan(result.loss):  # without a loss, a step counts like the one before it
-                self._latest_loss = result.loss
-            self._tr_loss += self._latest_loss
+            self._losses.add(result.loss)
             if not result.is_skipped:  # a step that overflowed leaves the schedule where it is, as there
                 self._schedule.step()
             state.global_step += 1
@@ -316,9 +320,10 @@ class Trainer(transformers.Trainer):
             )
         control = self.control
         if control.should_log or control.should_evaluate or control.should_save:
+            num_steps, logged = self.state.global_step - self._globalstep_last_logged, self._globalstep_last_logged
             with self._prepared_for_evaluation():
                 self._maybe_log_save_evaluate(
-                    self._tr_loss,
+                    self._losses.to_log(num_steps),
                     result.grad_norm,
                     self.model,
                     None,
@@ -327,6 +332,8 @@ class Trainer(transformers.Trainer):
                     started_s,
                     learning_rate=result.lr,
                 )
+            if self._globalstep_last_logged != logged:
+                self._losses.begin_log()
 
     def _agree(self) -> None:
         """What a callback of one rank asks for, all ranks do."""
@@ -383,14 +390,11 @@ class Trainer(transformers.Trainer):
         return convert_to_fp32(super().compute_loss(*args, **options))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
-            raise InputError(
-                f"{resume_from_checkpoint} has no folder {FOLDER!r}: it was not saved by lengthwise.Trainer, or with "
-                "save_only_model. Load its weights with from_pretrained and train anew"
-            )
+        check_resumable(resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.run is not None, "checkpoints are of a training"
         self.run.save(os.path.join(output_dir, FOLDER), keep=1)
         if self.args.should_save:
             self._schedule.save(output_dir)
+            self._losses.save(os.path.join(output_dir, FOLDER))

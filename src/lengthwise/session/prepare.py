@@ -15,7 +15,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
@@ -388,7 +388,8 @@ def check_takes(model: nn.Module, sequences: RunSequences) -> None:
         return
     if sequences.units is not None:
         raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
-    raise InputError(f"{problem}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
+    ways = f"{Setting.MAX_LENGTH}={limit} and {Setting.OVER_LENGTH} to what shall happen (split, truncate, drop)"
+    raise InputError(f"{problem}; set {ways}")
 
 
 def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:

@@ -23,6 +23,7 @@ from lengthwise.core.version import __version__
 from lengthwise.runtime.state.checkpoint_files import (
     CHECKPOINT_SCHEMA_VERSION,
     STATE_FILE,
+    DamagedCheckpoint,
     candidates,
     damage,
     damaged,
@@ -137,17 +138,19 @@ def _checked_by_all(checkpoint: Path, state: ShardedState, group: HostGroup) -> 
 
     Each file is verified by one rank, so that together they read every byte once, whoever will need it.
     """
-    world, document, error = state.world, {}, None
+    world, document = state.world, dict[str, Any]()
+    error: tuple[str, str] | None = None
     try:
         document = read_state(checkpoint)
         _check_model(checkpoint, document, state.table)
         _check_optimizer(checkpoint, document, state)
         _verify_files(checkpoint, dict(list(document["files"].items())[world.rank :: world.size]))
     except InputError as message:
-        error = str(message)
-    errors = [message for message in group.gather(error) if message]
+        error = message.marked, message.problem if isinstance(message, DamagedCheckpoint) else ""
+    errors = [refusal for refusal in group.gather(error) if refusal]
     if errors:
-        raise InputError(errors[0])
+        text, problem = errors[0]
+        raise DamagedCheckpoint(text, problem=problem) if problem else InputError(text)
     return document
 
 
@@ -160,7 +163,7 @@ def _check_model(checkpoint: Path, document: dict[str, Any], table: ParameterTab
             shapes = [f"of shape {slot['shape']}" if slot else "missing" for slot in (theirs, ours)]
             raise InputError(
                 f"{checkpoint / STATE_FILE} holds another model: parameter {name!r} is {shapes[0]} there, {shapes[1]} "
-                "here; resume with the settings model.* of the run that saved it, or start a new run"
+                f"here; resume with the {Setting.MODEL} of the run that saved it, or start a new run"
             )
     _check_digest(checkpoint, document, table.digest, table.spec.name if table.spec else "this model")
     assert saved == here and document["unit_bounds"] == list(table.bounds), "one schema version has one order of units"
@@ -171,7 +174,7 @@ def _check_digest(checkpoint: Path, document: dict[str, Any], digest: str, name:
         raise InputError(
             f"{checkpoint / STATE_FILE} holds another model: its digest is {document['model_digest']}, that of "
             f"{name} is {digest}. It may have as many weights, but heads, positions or norms differ; resume "
-            "with the settings model.* of the run that saved it, or start a new run"
+            f"with the {Setting.MODEL} of the run that saved it, or start a new run"
         )
 
 

@@ -60,9 +60,10 @@ def latest(folder: Path) -> Path:
     """
     complete = candidates(folder)
     if not complete:
-        raise InputError(
+        raise DamagedCheckpoint(
             f"no complete checkpoint in {folder}: the run stopped before its first one, or has not saved it yet; "
-            "if it is over, remove its folder and start anew"
+            "if it is over, remove its folder and start anew",
+            problem=f"no complete checkpoint is in {folder}",
         )
     pointer = folder / POINTER
     if not pointer.is_file():
@@ -71,9 +72,11 @@ def latest(folder: Path) -> Path:
     for path in complete:
         if path.name.removesuffix(_REPLACED) == name:
             return path
-    raise InputError(
-        f"{pointer} names {name!r}, which is no complete checkpoint; write the name of another into it "
-        f"({', '.join(path.name for path in complete)}), or go on with: lengthwise train --resume RUN --fall-back"
+    problem = f"{pointer} names {name!r}, which is no complete checkpoint"
+    raise DamagedCheckpoint(
+        f"{problem}; write the name of another into it "
+        f"({', '.join(path.name for path in complete)}), or go on with: lengthwise train --resume RUN --fall-back",
+        problem=problem,
     )
 
 
@@ -279,13 +282,26 @@ def damage(file: Path, expected: dict[str, Any]) -> str | None:
         return f"cannot be read ({error})"
 
 
-def damaged(file: Path, what: str) -> InputError:
+class DamagedCheckpoint(InputError):  # noqa: N818 - says what is the matter
+    """A checkpoint that is damaged or incomplete: what is wrong, and the way out by what lies beside it.
+
+    Attributes:
+        problem: what is wrong, without a way out, for those who know of other checkpoints.
+    """
+
+    def __init__(self, message: str, *, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+def damaged(file: Path, what: str) -> DamagedCheckpoint:
     """The error for a file of a checkpoint, with the way out."""
+    problem = f"{file} {what}"
     checkpoint = file.parent
     others = ", ".join(path.name for path in candidates(checkpoint.parent) if path != checkpoint)
     if not others:
-        return InputError(f"{file} {what}; no other checkpoint lies beside it: start the run anew")
-    return InputError(f"{file} {what}; go on from a checkpoint beside it: {others}")
+        return DamagedCheckpoint(f"{problem}; no other checkpoint lies beside it: start the run anew", problem=problem)
+    return DamagedCheckpoint(f"{problem}; go on from a checkpoint beside it: {others}", problem=problem)
 
 
 def step_of(checkpoint: Path) -> int:
