@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lengthwise.cli.ending import ask_to_stop
+from lengthwise.cli.refused_resume import EarlierStatus
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint import candidates, latest, verify
@@ -195,6 +197,48 @@ def test_a_resumed_run_of_which_nothing_is_left_keeps_its_record(copied):
     told = lengthwise("train", "--resume", copied, "train.steps=3", "optim.lr=1", *kept).stderr
     assert "nothing is left to train: 4 of train.steps=3 steps are done" in told
     assert before == {name: (copied / name).read_bytes() for name in before}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in listing(folder) if (folder / name).is_file()}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.tokens_per_step=77", "data.tokens_per_step: .* in the state, 77 here"),
+        ("data.order=sorted", "data.order: 'shuffled' in the state, 'sorted' here"),
+        ("optim.name=sgd", "holds the state of adamw, this run has optim.name=sgd"),
+    ],
+)
+def test_settings_that_a_checkpoint_is_not_of_are_refused_before_ranks_start(cli, copied, override, words):
+    before = contents(copied)
+    assert re.search(words, refusal(cli, "train", "--resume", copied, "train.steps=6", override))
+    assert contents(copied) == before
+
+
+def test_a_resume_that_ranks_refuse_leaves_how_the_run_ended(copied):
+    before = contents(copied)
+    refused = lengthwise("train", "--resume", copied, "train.steps=6", "model.ffn_size=96", expected=2)
+    assert "resume with the settings model.* of the run that saved it" in refused.stderr
+    assert contents(copied) == before and json.loads(before["status.json"])["state"] == "done"
+
+
+def test_the_status_of_a_run_comes_back_only_where_nothing_was_trained_since(copied):
+    status = copied / "status.json"
+    earlier, before = EarlierStatus(RunFolder(copied)), status.read_bytes()
+    status.unlink()  # as by Ctrl-C before ranks have met
+    earlier.put_back()
+    assert status.read_bytes() == before
+    for state, is_kept in (("preempted", True), ("failed", False)):
+        status.write_text(json.dumps({"state": state}))
+        earlier.put_back()
+        assert (json.loads(status.read_text())["state"] == state) == is_kept
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4}')
+    status.write_text('{"state": "failed"}')
+    earlier.put_back()
+    assert json.loads(status.read_text()) == {"state": "failed"}
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_their_names(copied):

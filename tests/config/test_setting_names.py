@@ -131,10 +131,13 @@ def test_values_that_an_error_names_are_spelt_for_the_trainer():
     text = (
         f"Set {Setting.OPTIMIZER}=sgd, {Setting.OPTIMIZER}=adafactor, {Setting.COMPILE}=true, {Setting.RECOMPUTE}=all"
     )
-    text += f", {Setting.MAX_LENGTH}=30, or {Setting.LR}=1.5e-3."
+    text += (
+        f", {Setting.MAX_LENGTH}=30, {Setting.OPTIMIZER}=<lambda>, {Setting.OPTIMIZER}=NAdam, or {Setting.LR}=1.5e-3."
+    )
     assert InputError(text).spelt(as_trainer_argument) == (
         'Set optim="sgd", lengthwise={"optimizer": "adafactor"}, torch_compile=True, lengthwise={"recompute": "all"}, '
-        'lengthwise={"max_length": 30}, or learning_rate=1.5e-3.'
+        'lengthwise={"max_length": 30}, lengthwise={"optimizer": <lambda>}, lengthwise={"optimizer": NAdam}, '
+        "or learning_rate=1.5e-3."
     )
 
 

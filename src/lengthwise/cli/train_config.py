@@ -20,6 +20,7 @@ from lengthwise.cli.launch import (
     prefer_expandable_segments,
     torchrun,
 )
+from lengthwise.cli.refused_resume import EarlierStatus, check_settings
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
@@ -84,7 +85,7 @@ def train(
         check_nproc(nproc)
         check_torch()
         folder = _folder_of(resolved, resumed, fall_back=fall_back)
-        _check(resolved, nproc=nproc, is_resumed=resumed is not None)
+        _check(resolved, nproc=nproc, resumed=folder if resumed is not None else None)
         arguments = ["--resume", str(resumed)] if resumed else [str(path)] if path else []
         arguments += [*overrides, *(["--fall-back"] if fall_back else []), *(["--quiet"] if quiet else [])]
         claim = claimed_with_free_name(_by_time(resolved)) if folder is None else claimed(folder, is_new=not resumed)
@@ -133,8 +134,8 @@ def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFo
     return folder
 
 
-def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
-    """Refuse here, before ranks are started and a folder is made, what can be without them."""
+def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
+    """Refuse here, before ranks are started and a folder is made, what can be without them; ``resumed``: a run."""
     from lengthwise.cli.plan_checks import check_plans_of_run
     from lengthwise.cli.verify import verify_corpus
     from lengthwise.core.specs import ModelSpec
@@ -148,7 +149,8 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     check_trackers(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()
-    config = with_steps(config, make_sampler(config, corpus))
+    sampler = make_sampler(config, corpus)
+    config = with_steps(config, sampler)
     model = trained_model(config, corpus)
     validation = validation_corpus(config, model)
     text_sampling(config, corpus, model)
@@ -158,9 +160,11 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     for checked in (corpus, validation):
         if checked is not None:
             verify_corpus(config, checked)
+    if resumed is not None:
+        check_settings(config, sampler, resumed)
     if config.plan.file:
         plans = open_plans(config, show_progress=True)
-        if not is_resumed:
+        if resumed is None:
             check_plans_of_run(config, plans, corpus)
 
 
@@ -204,6 +208,7 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
 def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int) -> None:
     log = stderr()
     folder.path.mkdir(parents=True, exist_ok=True)
+    earlier = EarlierStatus(folder)
     for stale in (folder.path / "status.json", folder.stop):
         stale.unlink(missing_ok=True)
     if "--quiet" not in arguments:
@@ -219,6 +224,7 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
         )
     except KeyboardInterrupt:
         _note_interrupted(folder)
+        earlier.put_back()
         raise
     finally:
         with suppress(OSError):
@@ -231,8 +237,11 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
             log.print(f"for transformers: lengthwise export {folder.path} --out DIR", soft_wrap=True)
         return
     if ended.was_asked and not status:
+        earlier.put_back()
         raise Preempted("asked to stop before the ranks had started; start it again")
-    raise error_of(folder, killed=ended.killed, failed=ended.failed)
+    error = error_of(folder, killed=ended.killed, failed=ended.failed)
+    earlier.put_back()
+    raise error
 
 
 def _note_interrupted(folder: RunFolder) -> None:

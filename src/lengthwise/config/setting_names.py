@@ -1,5 +1,8 @@
 """How ``prepare`` and ``lengthwise.Trainer`` spell the settings that errors name."""
 
+from typing import get_args
+
+from lengthwise.config.choices import OptimizerName
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import Setting
 
@@ -41,7 +44,8 @@ class TrainerSpelling:
         if setting is Setting.OPTIMIZER:
             if value in _OPTIMIZERS:
                 return f'{self(setting)}="{_OPTIMIZERS[value]}"'
-            return f'lengthwise={{"optimizer": {_literal(value)}}}'
+            named = f'"{value}"' if value in get_args(OptimizerName) else value  # else a class or a function
+            return f'lengthwise={{"optimizer": {named}}}'
         said = self(setting)
         if said.endswith(": ...}"):
             return f"{said.removesuffix('...}')}{_literal(value)}}}"

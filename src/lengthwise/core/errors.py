@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from copy import copy
 from enum import StrEnum
 
-_MARKED = re.compile(r"⟦([a-z_.*]+)⟧(?:=([\w+-]+(?:\.[\w+-]+)*))?")
+_MARKED = re.compile(r"⟦([a-z_.*]+)⟧(?:=(<\w+>|[\w+-]+(?:\.[\w+-]+)*))?")
 """A setting, and the value that is to be given to it."""
 
 

@@ -66,12 +66,12 @@ def _way_out(folder: str) -> str:
 
 def _intact_beside(folder: str) -> str | None:
     """The argument that resumes from the newest intact checkpoint beside ``folder``; None: there is none."""
-    given = Path(folder)
-    others = [path for path in given.absolute().parent.glob(f"{_PREFIX}*") if path.name != given.absolute().name]
+    damaged = Path(folder)
+    others = [path for path in damaged.absolute().parent.glob(f"{_PREFIX}*") if path.name != damaged.absolute().name]
     numbered = [path for path in others if path.name.removeprefix(_PREFIX).isdigit()]
     for path in sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True):
         if _is_intact(path):
-            return f'resume_from_checkpoint="{given.parent / path.name}"'
+            return f'resume_from_checkpoint="{damaged.parent / path.name}"'
     return None
 
 

@@ -253,7 +253,7 @@ class Trainer(transformers.Trainer):
         self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
         self._losses = StepLosses(args.device)
         if checkpoint is not None:
-            if self.state.global_step <= max_steps:  # some schedules have no rate after that
+            if self.state.global_step < max_steps:  # some schedules have no rate after that
                 num_updates = self.state.global_step - run.ledger.skipped_steps
                 self._schedule.load(checkpoint, num_updates=num_updates)
             self._losses.load(os.path.join(checkpoint, FOLDER), self.state.log_history)

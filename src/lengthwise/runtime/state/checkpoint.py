@@ -25,6 +25,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     STATE_FILE,
     DamagedCheckpoint,
     candidates,
+    check_optimizer,
     damage,
     damaged,
     latest,
@@ -180,12 +181,7 @@ def _check_digest(checkpoint: Path, document: dict[str, Any], digest: str, name:
 
 def _check_optimizer(checkpoint: Path, document: dict[str, Any], state: ShardedState) -> None:
     saved, settings = document["optimizer"], state.settings
-    if saved["name"] != settings.name:
-        raise InputError(
-            f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has "
-            f"{Setting.OPTIMIZER}={settings.name}; set {Setting.OPTIMIZER}={saved['name']}, or "
-            f"export the weights and start from them ({Setting.HF})"
-        )
+    check_optimizer(checkpoint, saved, settings.name)
     if saved["tensors"] != list(settings.state_names):
         constants = Setting.MOMENTUM if settings.make is None else f"the constants of {Setting.OPTIMIZER}"
         raise InputError(

@@ -262,6 +262,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return document
 
 
+def check_optimizer(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
+    """Raise ``InputError`` if a checkpoint has the state of another optimizer than ``name``; ``saved``: its own."""
+    if saved["name"] != name:
+        raise InputError(
+            f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has {Setting.OPTIMIZER}={name}; "
+            f"set {Setting.OPTIMIZER}={saved['name']}, or export the weights and start from them ({Setting.HF})"
+        )
+
+
 def digest_of(file: Path) -> dict[str, Any]:
     """Size and content digest of a file."""
     with file.open("rb") as stream:

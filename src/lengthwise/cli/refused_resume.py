@@ -1,0 +1,56 @@
+"""What a resume that is refused leaves of a run: everything, and status.json says how the run ended before."""
+
+from contextlib import suppress
+
+from lengthwise.cli.claim import another_run_holds
+from lengthwise.cli.restart import FAILED, STATUS, read_status
+from lengthwise.config.run_config import Config
+from lengthwise.core.errors import InputError
+from lengthwise.core.run_folder import PROVENANCE, RunFolder
+from lengthwise.data.sampler import Sampler
+from lengthwise.runtime.state.checkpoint_files import candidates, check_optimizer, latest, read_state
+
+
+def check_settings(config: Config, sampler: Sampler, folder: RunFolder) -> None:
+    """Raise ``InputError`` if the latest checkpoint is of another optimizer or other batches than a run is to have.
+
+    Ranks would refuse it, too, when they have started. What only they find, such as damage, is left to them.
+    """
+    try:
+        checkpoint = latest(folder.checkpoints)
+        document = read_state(checkpoint)
+    except InputError:
+        return
+    check_optimizer(checkpoint, document["optimizer"], config.optim.name)
+    state = document["sampler"]
+    forms_batches = "held" in state
+    if forms_batches == config.plan.form_batches:
+        sampler.load_state_dict(state["stream"] if forms_batches else state)
+
+
+class EarlierStatus:
+    """status.json of a run before it is resumed, to be put back where the resume changed nothing else."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        """Take down what there is; ``folder``: of the run, or of a new one, which has none."""
+        self._folder, self._file = folder, folder.path / STATUS
+        self._content = self._file.read_bytes() if self._file.is_file() else None
+        self._record = self._found()
+
+    def put_back(self) -> None:
+        """Write it again if the ranks refused to go on, or did not get to say anything, and nothing was trained."""
+        state = read_status(self._folder).get("state")
+        if self._content is None or state not in (FAILED, None) or self._record != self._found():
+            return
+        with suppress(OSError):
+            if not another_run_holds(self._folder):
+                self._file.write_bytes(self._content)
+
+    def _found(self) -> list[object]:
+        """What a run that goes on changes: its settings, starts, records and checkpoints."""
+        paths = [self._folder.path / PROVENANCE, self._folder.config, self._folder.metrics, self._folder.plans]
+        stamps = []
+        for path in paths:
+            with suppress(OSError):
+                stamps.append((path.name, path.stat().st_mtime_ns, path.stat().st_size))
+        return [*stamps, *candidates(self._folder.checkpoints)]
