@@ -158,6 +158,16 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one_beside_it(ha
         resume(folder, newest, {})
 
 
+@pytest.mark.parametrize(
+    ("given", "words"), [("", "has no folder 'lengthwise'"), ("checkpoint-8", "there is no folder")]
+)
+def test_a_folder_that_is_no_checkpoint_is_refused_with_the_newest_one_there_is(given, words, whole, tmp_path):
+    way_out = f'or go on with resume_from_checkpoint="{whole[0] / "checkpoint-6"}"'
+    with pytest.raises(InputError, match=words) as refused:
+        resume(tmp_path, whole[0] / given, {})
+    assert str(refused.value).endswith(way_out)
+
+
 def test_the_weights_of_one_step_are_not_resumed_with_the_state_of_another(whole, tmp_path):
     folder = copied(whole, tmp_path)
     shutil.copy(folder / "checkpoint-2" / "trainer_state.json", folder / "checkpoint-4")

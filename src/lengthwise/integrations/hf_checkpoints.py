@@ -23,6 +23,8 @@ def check_resumable(folder: str) -> None:
     if not os.path.isdir(os.path.join(folder, FOLDER)):
         argument = _intact_beside(folder)
         way_out = "" if argument is None else f", or go on with {argument}"
+        if not os.path.isdir(folder):
+            raise InputError(f"there is no folder {folder} to resume from{way_out or '; train anew'}")
         raise InputError(
             f"{folder} has no folder {FOLDER!r}: it was not saved by lengthwise.Trainer, or with save_only_model. Load "
             f"its weights with from_pretrained and train anew{way_out}"
@@ -65,13 +67,14 @@ def _way_out(folder: str) -> str:
 
 
 def _intact_beside(folder: str) -> str | None:
-    """The argument that resumes from the newest intact checkpoint beside ``folder``; None: there is none."""
+    """The argument that resumes from the newest intact checkpoint beside ``folder``, or in it; None: there is none."""
     damaged = Path(folder)
-    others = [path for path in damaged.absolute().parent.glob(f"{_PREFIX}*") if path.name != damaged.absolute().name]
+    others = [path for path in damaged.parent.glob(f"{_PREFIX}*") if path.name != damaged.name]
+    others += damaged.glob(f"{_PREFIX}*")  # that of all checkpoints was given
     numbered = [path for path in others if path.name.removeprefix(_PREFIX).isdigit()]
     for path in sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True):
         if _is_intact(path):
-            return f'resume_from_checkpoint="{damaged.parent / path.name}"'
+            return f'resume_from_checkpoint="{path}"'
     return None
 
 
