@@ -42,13 +42,14 @@ class Fsdp2State:
         self.world, self.settings, self._close = world, settings, close
         self._modules = fsdp_modules(model)
         _check(model, self._modules)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.compute_dtype = self.master_dtype = self._parameters[0].dtype
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        """Sharded; those of modules are whole until a reduce-scatter."""
+        self.compute_dtype = self.master_dtype = self.parameters[0].dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.optimizer = make_optimizer(
             settings,
-            decaying=[parameter for parameter in self._parameters if parameter.dim() > 1],
-            others=[parameter for parameter in self._parameters if parameter.dim() <= 1],
+            decaying=[parameter for parameter in self.parameters if parameter.dim() > 1],
+            others=[parameter for parameter in self.parameters if parameter.dim() <= 1],
         )
         for module in self._modules:
             # The gradient is the sum over ranks: every token has its weight already.
@@ -66,7 +67,7 @@ class Fsdp2State:
 
     def clear_gradient(self) -> None:
         """Remove all gradients, as at the beginning of a step."""
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def discard_gradient(self) -> None:
@@ -78,7 +79,7 @@ class Fsdp2State:
     def take_gradient(self) -> Tensor:
         """Return this rank's share of the gradient added since the last push, summed over ranks, and clear it."""
         self.finish_push()
-        pieces = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        pieces = [local_shard(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         gradient = torch.cat([piece.to(torch.float64).flatten() for piece in pieces])
         self.clear_gradient()
         self.materialize_all()
@@ -93,7 +94,7 @@ class Fsdp2State:
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
         """The norm of the gradient over all ranks, and ``loss`` unchanged."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(loss)
 
@@ -101,7 +102,7 @@ class Fsdp2State:
         """Scale the gradient by ``clip`` and update this rank's shards."""
         assert self.optimizer is not None, "every rank has shards of every parameter"
         if clip != 1.0:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(clip)
         set_learning_rate(self.optimizer, lr)
@@ -116,7 +117,8 @@ class Fsdp2State:
             module.reshard()
 
 
-def _local(x: Any) -> Tensor:
+def local_shard(x: Any) -> Tensor:
+    """This rank's shard of a tensor; a view of it."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local
 

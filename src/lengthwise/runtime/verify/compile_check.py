@@ -10,8 +10,9 @@ from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.verify.compute_settings import LENGTHS
 from lengthwise.runtime.verify.gradient_check import tolerance_of, worst_difference
 from lengthwise.runtime.verify.scratch_copy import scratch_state
-from lengthwise.runtime.verify.stock_call import GradientResult, gradients_in_pack
+from lengthwise.runtime.verify.stock_call import GradientResult, gradients_of_pack
 from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled, zeros_filled
 
 
 def check_compiled(run: PreparedModel) -> None:
@@ -31,26 +32,28 @@ def check_compiled(run: PreparedModel) -> None:
     if run.gather is not None:
         gathered = set(map(id, run.gather.parameters))
         constants = [tensor for tensor in constants if id(tensor) not in gathered]
-    with scratch_state(run.model, constants, dtype=None), synthetic(run, LENGTHS):
-        run.model.train()
-        with compiled.off():
-            expected = on_every_rank(run, partial(_gradients, run))
-        for flags in ((), (True,) * num_layers):
-            on_every_rank(run, partial(_compare, run, expected, flags))
+
+    def compare(fill: Fill) -> None:
+        with scratch_state(run.model, constants, dtype=None), zeros_filled(run, fill), synthetic(run, LENGTHS):
+            run.model.train()
+            with compiled.off():
+                expected = on_every_rank(run, partial(finite, partial(_gradients, run), fill))
+            for flags in ((), (True,) * num_layers):
+                on_every_rank(run, partial(_compare, run, expected, flags))
+
+    with_zeros_filled(run, compare)
     compiled.recompiles()
 
 
 def _gradients(run: PreparedModel, flags: tuple[bool, ...] = ()) -> GradientResult:
     try:
-        computed, _ = gradients_in_pack(run, LENGTHS, run.alone, recompute=flags, offload=bool(flags))
+        return gradients_of_pack(run, LENGTHS, recompute=flags, offload=bool(flags))
     except TorchDynamoException as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(
             f"compile=True: torch.compile fails for a layer of {type(run.model).__name__} ({type(error).__name__}: "
             f"{reason}); leave compile out"
         ) from error
-    assert computed is not None, "this rank computed"
-    return computed
 
 
 def _compare(run: PreparedModel, expected: GradientResult, flags: tuple[bool, ...]) -> None:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.scratch_copy import scratch_state
+from lengthwise.runtime.verify.zero_weights import Fill, zeros_filled
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.counter_rng import ONE_NUMBER, one_number
 
@@ -81,8 +82,11 @@ def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def noise_free(run: PreparedModel, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Put the model in training mode without noise, on copies of its tensors in ``dtype``; restore it afterwards."""
+def noise_free(run: PreparedModel, dtype: torch.dtype | None = None, fill: Fill = Fill.NOTHING) -> Iterator[None]:
+    """Put the model in training mode without noise, on copies of its tensors in ``dtype``; restore it afterwards.
+
+    ``fill``: what trained weights that are zero are replaced by.
+    """
     model, default = run.model, torch.get_default_dtype()
     is_wrapped = isinstance(run.state, Fsdp2State)
     constants = [] if is_wrapped else list(run.wrapped_model.structure.constants())
@@ -93,6 +97,7 @@ def noise_free(run: PreparedModel, dtype: torch.dtype | None = None) -> Iterator
             if dtype is not None:
                 stack.enter_context(run.gather.computing_in(dtype))
         stack.enter_context(scratch_state(model, constants, dtype=dtype, attributes=not is_wrapped))
+        stack.enter_context(zeros_filled(run, fill))
         if not model.training:
             model.train()
         if dtype is torch.float64:

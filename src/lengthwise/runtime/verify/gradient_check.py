@@ -36,6 +36,7 @@ from lengthwise.runtime.verify.stock_call import (
     random_states,
 )
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
@@ -107,12 +108,26 @@ def check_exact(
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
     settings = settings_of(run, degrees=degrees, methods=methods, recompute=recompute, longest=longest)
     settings = [replace(setting, head_groups=head_groups) for setting in settings]
+
+    def compare(tolerance: Tolerance, fill: Fill) -> None:
+        with short_tiles(run.wrapped_model.tiles):
+            _compare(run, settings, tolerance, fill, on_progress)
+
+    compare_precisely(run, compare)
+
+
+def compare_precisely(run: PreparedModel, compare: Callable[[Tolerance, Fill], None]) -> None:
+    """Call ``compare`` without noise, in the most precise dtype that the model can be computed in, and where zeros
+    among its weights hide nothing; every rank calls this. ``compare`` gets the tolerance, and what zeros became."""
+
+    def compare_filled(dtype: torch.dtype | None, fill: Fill) -> None:
+        with noise_free(run, dtype, fill):
+            compare(tolerance_of(dtype, run.state.compute_dtype), fill)
+
     dtypes = dtypes_of(run)
     for dtype in dtypes:
         try:
-            with noise_free(run, dtype), short_tiles(run.wrapped_model.tiles):
-                _compare(run, settings, tolerance_of(dtype, run.state.compute_dtype), on_progress)
-            return
+            return with_zeros_filled(run, partial(compare_filled, dtype))
         except NotInThisDtype as error:
             if dtype == dtypes[-1]:
                 raise error.reason from None
@@ -135,7 +150,11 @@ def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
 
 
 def _compare(
-    run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance, on_progress: Callable[[float], None]
+    run: PreparedModel,
+    settings: list[ComputeSetting],
+    tolerance: Tolerance,
+    fill: Fill,
+    on_progress: Callable[[float], None],
 ) -> None:
     before, alone, alone_of = saved_buffers(run.model), GradientResult(loss=0.0, gradients=[]), None
     dry = set[tuple[tuple[int, ...], int, Method, bool]]()
@@ -147,6 +166,7 @@ def _compare(
         with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key != alone_of:  # settings of one key follow one another
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
+                stock = partial(finite, stock, fill)
                 alone, alone_of = on_every_rank(run, stock, what, is_stock=True), key
                 on_every_rank(run, partial(_check_buffers, run, before))
             shape = (setting.lengths, setting.degree, setting.method, setting.kinds)

@@ -24,16 +24,16 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
-from lengthwise.runtime.verify.float64_mode import noise_free
-from lengthwise.runtime.verify.gradient_check import dtypes_of, tolerance_of, worst_difference
+from lengthwise.runtime.verify.gradient_check import Tolerance, compare_precisely, worst_difference
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
-    gradients_in_pack,
+    gradients_of_pack,
     is_summed_over_ranks,
     pack_of,
     taken_gradients,
 )
-from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.zero_weights import Fill, finite
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.loss_backward import Roots
 from lengthwise.runtime.wrap.stage_pass import StagedForward
@@ -53,25 +53,25 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool =
         CheckError: they differ by more than rounding.
         InputError: the model cannot be computed in stages at all, or no backward of its layers can be split.
     """
-    dtypes = dtypes_of(run)
-    for dtype in dtypes:
-        try:
-            with noise_free(run, dtype), synthetic(run, LENGTHS):
-                comparison = partial(_compare, run, stage_layers, splits, CUTS if slices else (None,), dtype)
-                in_slices = " in slices" if slices else ""
-                on_every_rank(run, comparison, f"stages of {list(stage_layers)} layers{in_slices}")
-            return
-        except NotInThisDtype as error:
-            if dtype == dtypes[-1]:
-                raise error.reason from None
+    cuts: Cuts = CUTS if slices else (None,)
+    what = f"stages of {list(stage_layers)} layers{' in slices' if slices else ''}"
+
+    def compare(tolerance: Tolerance, fill: Fill) -> None:
+        with synthetic(run, LENGTHS):
+            expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, LENGTHS), fill), what)
+            on_every_rank(run, partial(_compare, run, stage_layers, splits, cuts, expected, tolerance), what)
+
+    compare_precisely(run, compare)
 
 
 def _compare(
-    run: PreparedModel, stage_layers: Sequence[int], splits: bool, cuts: Cuts, dtype: torch.dtype | None
+    run: PreparedModel,
+    stage_layers: Sequence[int],
+    splits: bool,
+    cuts: Cuts,
+    expected: GradientResult,
+    tolerance: Tolerance,
 ) -> None:
-    expected, _ = gradients_in_pack(run, LENGTHS, run.alone)
-    assert expected is not None, "this rank is in its own group"
-    tolerance = tolerance_of(dtype, run.state.compute_dtype)
     worst = worst_difference(run, _gradients_in_stages(run, stage_layers, splits, cuts), expected, tolerance)
     if worst.ratio > 1.0 and (splits or len(cuts) > 1):
         in_stages = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)

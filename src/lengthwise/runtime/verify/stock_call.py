@@ -148,6 +148,13 @@ def gradients_in_pack(
     return GradientResult(loss=None if group is None else float(total), gradients=result), num_made
 
 
+def gradients_of_pack(run: PreparedModel, lengths: tuple[int, ...], **options: Any) -> GradientResult:
+    """Loss and gradients of one pack that this rank computes alone."""
+    result, _ = gradients_in_pack(run, lengths, run.alone, **options)
+    assert result is not None, "this rank is in its own group"
+    return result
+
+
 def is_summed_over_ranks(run: PreparedModel) -> bool:
     """Whether backwards of all ranks are added up, and leave each its share of the gradient."""
     return run.gather is not None or isinstance(run.state, Fsdp2State)

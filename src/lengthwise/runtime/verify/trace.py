@@ -16,6 +16,7 @@ from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
+from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 
@@ -28,7 +29,8 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
-    with noise_free(run), _rows_named(run):
+    fill = Fill.SIGNED if labels is None else Fill.NOTHING  # a head of zeros has one loss, whatever the labels
+    with noise_free(run, fill=fill), _rows_named(run):
         with synthetic(run, LENGTHS), RefuseParameterWrites(run.model):
             if labels is not None:
                 run.wrapped_model.labels = labels

@@ -23,6 +23,14 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
         self.reason = reason
 
 
+class NotWithTheseWeights(Exception):  # noqa: N818 - an outcome, not a fault
+    """The model cannot be compared while its weights of zero have other values."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
     """Return what ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
 
@@ -47,6 +55,8 @@ def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", 
     kind, message = broadcast_json(run.world, failure, source=first)
     if kind == "dtype":
         raise NotInThisDtype(CheckError(message))
+    if kind == "weights":
+        raise NotWithTheseWeights(message)
     raise next(
         error_class for error_class in (InputError, InfeasibleError, CheckError) if error_class.__name__ == kind
     )(message)
@@ -54,6 +64,8 @@ def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", 
 
 def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
     """Return the error class of a failure by name, and its message."""
+    if isinstance(error, NotWithTheseWeights):
+        return "weights", error.reason
     if isinstance(error, LengthwiseError):
         kinds = [
             error_class.__name__

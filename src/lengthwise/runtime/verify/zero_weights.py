@@ -1,0 +1,185 @@
+"""Small random values in place of trained weights that are zero, while a model is compared with itself.
+
+What lies behind a gate that begins at zero, as with adaLN-Zero, LayerScale, the second matrix of LoRA or an output
+layer of zeros, has no gradient yet: a difference there would show only once the gate has learned. The values depend on
+the place of a weight alone, so that they are the same on every rank and in whatever way weights are held. Frozen
+weights and buffers stay: zeros of masks and tables mean something.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State, local_shard
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
+from lengthwise.runtime.verify.stock_call import GradientResult
+from lengthwise.runtime.verify.verdict import NotInThisDtype, NotWithTheseWeights
+from lengthwise.runtime.wrap.counter_rng import mix, uniform
+
+_log = logging.getLogger("lengthwise")
+
+SCALE = 0.1
+"""Mean size of the values, times the square root of a weight's number of inputs."""
+AT_ONCE = 1 << 22
+"""Numbers that are filled at once."""
+
+
+class Fill(Enum):
+    """What weights of zero are replaced by."""
+
+    SIGNED = "small random values"
+    POSITIVE = "small positive values"
+    NOTHING = "nothing: they stay zero"
+
+
+def with_zeros_filled(run: PreparedModel, compare: Callable[[Fill], None]) -> None:
+    """Call ``compare`` with the first fill that the model can be computed with; every rank calls this.
+
+    ``compare`` raises :class:`NotWithTheseWeights` on every rank where it cannot.
+    """
+    for fill in (Fill.SIGNED, Fill.POSITIVE):
+        try:
+            return compare(fill)
+        except NotWithTheseWeights as error:
+            reason = error.reason
+    if run.world.is_first:
+        _log.warning(
+            "%s is compared with its weights as they are, since with small random values in place of zeros %s; what "
+            "begins to matter when weights of zero have learned is not seen", type(run.model).__name__, reason,
+        )  # fmt: skip
+    return compare(Fill.NOTHING)
+
+
+def finite(compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:
+    """What ``compute`` returns.
+
+    Raises:
+        NotWithTheseWeights: it is not finite, or an error of the model's own, where weights were filled.
+    """
+    if fill is Fill.NOTHING:
+        return compute()
+    try:
+        result = compute()
+    except (LengthwiseError, NotInThisDtype):
+        raise
+    except (ValueError, AssertionError) as error:
+        raise NotWithTheseWeights(f"its forward raises {type(error).__name__}") from error
+    are_finite = [gradient.isfinite().all() for gradient in result.gradients]
+    if (result.loss is None or abs(result.loss) < float("inf")) and all(map(bool, are_finite)):
+        return result
+    raise NotWithTheseWeights("its loss or gradients are not finite")
+
+
+@contextmanager
+def zeros_filled(run: PreparedModel, fill: Fill) -> Iterator[None]:
+    """Within, trained weights that are exactly zero have values of ``fill``; afterwards all bits are as before.
+
+    Where weights are gathered by layer, or FSDP2 has them, this rank's share of them. Every rank enters it.
+    """
+    if fill is Fill.NOTHING:
+        yield
+        return
+    state = run.state
+    if isinstance(state, Fsdp2State):
+        with _filled_shards(state, fill):
+            yield
+        return
+    with ExitStack() as restored, torch.no_grad():
+        if run.gather is not None:
+            parts = _owned_parts(state)
+        else:
+            parameters = run.wrapped_model.structure.parameters
+            starts = {name: slot.start for name, slot in state.table.slots.items()}
+            parts = (
+                (parameter.data, starts[name], _scale(tuple(parameter.shape)))
+                for name, parameter in parameters.items()
+                if type(parameter) is nn.Parameter and parameter.layout == torch.strided
+            )
+        for values, first, scale in parts:
+            _fill(values, first, scale, fill, restored)
+        with torch.enable_grad():
+            yield
+
+
+def _scale(shape: tuple[int, ...]) -> float:
+    return SCALE / max(1, prod(shape[1:])) ** 0.5
+
+
+def _owned_parts(state: ShardedWeights) -> Iterator[tuple[Tensor, int, float]]:
+    """What this rank's share has of each parameter, where in the buffer of all it begins, and the size of values."""
+    offset = 0
+    for start, end in state.owned_layout.intervals[state.world.rank]:
+        for slot in state.table.slots.values():
+            first, last = max(start, slot.interval[0]), min(end, slot.interval[1])
+            if first < last:
+                yield state.master[offset : offset + last - first], first, _scale(slot.shape)
+                offset += last - first
+
+
+@contextmanager
+def _filled_shards(state: Fsdp2State, fill: Fill) -> Iterator[None]:
+    """Fill the shards of FSDP2, from which weights are gathered again."""
+    with ExitStack() as restored:
+        state.release_params()
+        first = 0
+        with torch.no_grad():
+            for parameter in state.parameters:
+                _fill(
+                    local_shard(parameter),
+                    first + _shard_number(parameter),
+                    _scale(tuple(parameter.shape)),
+                    fill,
+                    restored,
+                )
+                first += parameter.numel()
+        state.materialize_all()
+        try:
+            yield
+        except BaseException as error:
+            state.release_params()
+            restored.close()
+            if isinstance(error, LengthwiseError | NotInThisDtype | NotWithTheseWeights):  # of all ranks
+                state.materialize_all()
+            raise
+        state.release_params()
+    state.materialize_all()
+
+
+def _shard_number(parameter: Any) -> int:
+    """A number of which each shard of a parameter has another, and each of its replicas the same; far apart."""
+    number, mesh = 0, parameter.device_mesh
+    for dim, (coordinate, placement) in enumerate(zip(mesh.get_coordinate(), parameter.placements)):
+        if not placement.is_replicate():
+            number = number * mesh.size(dim) + coordinate
+    return number << 40
+
+
+def _fill(values: Tensor, first: int, scale: float, fill: Fill, restored: ExitStack) -> None:
+    """Fill the zeros of ``values``, the first of which is number ``first`` of all; ``restored`` is to undo it."""
+    if not values.numel() or not values.is_floating_point():
+        return
+    rows = values.view(1) if not values.dim() else values
+    width = rows[0].numel()
+    for part in rows.split(max(1, AT_ONCE // width)):
+        is_zero = part == 0
+        places = is_zero.flatten().nonzero().flatten()
+        if len(places):
+            restored.callback(_put_back, part, is_zero, part[is_zero])  # zeros have a sign
+            bits = mix(places + first)
+            sizes = scale * (0.5 + uniform(bits))
+            signs = 1.0 if fill is Fill.POSITIVE else 2.0 * (bits & 1) - 1.0
+            part[is_zero] = (sizes * signs).to(part.dtype)
+        first += part.numel()
+
+
+@torch.no_grad()
+def _put_back(part: Tensor, is_zero: Tensor, zeros: Tensor) -> None:
+    part[is_zero] = zeros
