@@ -26,8 +26,15 @@ class DistinctSlots:
         self._parts: list[dict[str, np.ndarray]] = []
         self._count = 0
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None, passed: Mapping[str, np.ndarray]) -> None:
-        """Look at the slots of one item."""
+    def add(
+        self,
+        tokens: np.ndarray,
+        labels: np.ndarray | None,
+        passed: Mapping[str, np.ndarray],
+        carried: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Look at the slots of one item; columns that are ``carried`` are kept with them, whatever they hold."""
+        carried = carried or {}
         columns = {"tokens": tokens, **({} if labels is None else {"labels": labels}), **passed}
         are_token_columns = all(
             values.shape == tokens.shape and values.dtype.kind in "iub" for values in columns.values()
@@ -39,7 +46,8 @@ class DistinctSlots:
             is_new[self._first_of(name, values)] = True
         slots = np.flatnonzero(is_new)[: MOST - self._count]
         if len(slots):
-            self._parts.append({name: np.asarray(values[slots], dtype=np.int64) for name, values in columns.items()})
+            ids = {name: np.asarray(values[slots], dtype=np.int64) for name, values in columns.items()}
+            self._parts.append({**ids, **{name: np.array(values[slots]) for name, values in carried.items()}})
             self._count += len(slots)
 
     def _first_of(self, name: str, values: np.ndarray) -> np.ndarray:
@@ -55,10 +63,13 @@ class DistinctSlots:
         seen[shifted[places]] = True
         return places[np.unique(shifted[places], return_index=True)[1]]
 
-    def columns(self) -> dict[str, np.ndarray]:
-        """Tokens, labels and arguments of the forward of these slots; nothing if tokens are no integers."""
-        names = self._parts[0] if self._parts else ()
-        return {name: np.concatenate([part[name] for part in self._parts]) for name in names}
+    def columns(self, others: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
+        """Tokens, labels and other columns of these slots, and of ``others``; nothing if tokens are no integers."""
+        parts = [*self._parts, *([others] if others else [])]
+        forms = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
+        parts = [part for part, form in zip(parts, forms) if form == forms[0]]
+        names = parts[0] if parts else ()
+        return {name: np.concatenate([part[name] for part in parts]) for name in names}
 
 
 def kinds_of(tokens_of: Callable[[int], np.ndarray], num_sequences: int) -> dict[str, np.ndarray]:

@@ -14,6 +14,8 @@ import numpy as np
 from lengthwise.core.batch import NEXT_TOKEN, attention_length
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.runtime.wrap.corpus_window import CorpusWindow
+from lengthwise.session.channel_kinds import ChannelKinds
 from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
@@ -47,6 +49,8 @@ class DatasetItems:
     largest_label: tuple[int, int] | None = None
     """The largest label that is predicted, and its item; None: items are no token ids."""
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    windows: tuple[CorpusWindow, ...] = ()
+    """Slots of several sequences, where they have numbers that are no token ids."""
     offsets: np.ndarray | None = None
     """[units + 1] the first sequence of each item and their number, where items are units; None: they are not."""
     num_slots: np.ndarray | None = None
@@ -105,6 +109,7 @@ MOST_NAMED = 8
 class _Scan:
     """What reading all items once gives."""
 
+    channels: ChannelKinds
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -133,7 +138,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
     count = _number_of(corpus)
     if not count:
         raise InputError("the corpus is empty: there is no sequence to train on")
-    scan, size = _Scan(), columns.expected.slot_tokens
+    scan, size = _Scan(ChannelKinds(count)), columns.expected.slot_tokens
     state, reported_s = hashlib.blake2b(digest_size=8), time.monotonic()
     for number in range(count):
         row = _read(corpus, number, columns)
@@ -178,7 +183,8 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         used=scan.used or frozenset(),
         largest=scan.largest if size == 1 else None,
         largest_label=scan.largest_label if size == 1 else None,
-        kinds=scan.kinds.columns(),
+        kinds=scan.kinds.columns(scan.channels.slots()),
+        windows=scan.channels.windows(),
         offsets=np.array(scan.offsets, dtype=np.int64) if scan.has_units else None,
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
         attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
@@ -208,10 +214,15 @@ def _count_unit(scan: _Scan, row: ItemRow, expected: ExpectedColumns) -> None:
 
 def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) -> None:
     """Note the largest token and label, and how many tokens of the item have a loss."""
+    of_loss = {name: values for name, values in row.passed.items() if name in expected.loss_columns}
+    of_model = {name: values for name, values in row.passed.items() if name not in of_loss}
+    looked = (*["tokens"] * (expected.slot_tokens > 1), *of_loss)
+    if looked:
+        all_columns = {"tokens": row.tokens, **({} if row.labels is None else {"labels": row.labels}), **row.passed}
+        scan.channels.add(number, all_columns, looked, row.bounds)
     if expected.slot_tokens > 1:
         return
-    of_model = {name: values for name, values in row.passed.items() if name not in expected.loss_columns}
-    scan.kinds.add(row.tokens, row.labels, of_model)
+    scan.kinds.add(row.tokens, row.labels, of_model, of_loss)
     largest = int(row.tokens.max())
     if largest > scan.largest[0]:
         scan.largest = largest, number

@@ -15,6 +15,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.max_length import CorpusView, apply_max_length
 from lengthwise.index.store import open_index
+from lengthwise.runtime.wrap.corpus_window import CorpusWindow
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.session.check_sample import kinds_of
 from lengthwise.session.dataset_items import DatasetItems, read_items
@@ -134,13 +135,16 @@ class RunSequences:
     def _loss_columns(self) -> tuple[str, ...]:
         return self.store.columns.expected.loss_columns if isinstance(self.store, DatasetItems) else ()
 
+    @property
+    def windows(self) -> tuple[CorpusWindow, ...]:
+        """Slots of several sequences, where they have numbers that are no token ids."""
+        return self.store.windows if isinstance(self.store, DatasetItems) else ()
+
     def kinds(self) -> Mapping[str, np.ndarray]:
         """Slots that differ, by column; nothing where slots are no tokens."""
-        return (
-            self.store.kinds
-            if isinstance(self.store, DatasetItems)
-            else kinds_of(self.tokens, len(self.lengths.lengths))
-        )
+        if isinstance(self.store, DatasetItems):
+            return self.store.kinds
+        return kinds_of(self.tokens, len(self.lengths.lengths)) if self.tokens(0).ndim == 1 else {}
 
     def _column(self, name: str) -> Callable[[int], np.ndarray] | None:
         store = self.store

@@ -27,7 +27,8 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         passed=sequences.passed,
         loss_columns=sequences.loss_columns,
         special=sequences.special,
-        kinds=sequences.kinds() if options.slot_tokens == 1 else {},
+        kinds=sequences.kinds(),
+        windows=sequences.windows,
         units=_units(sequences, are_split=splits_units(options)),
     )
     if not options.share_prefixes:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic
+from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, varied
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
@@ -49,7 +49,8 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
             ]
             wrapped_model.learn(outputs, LENGTHS)
             wrapped_model.script = _script(run, wrapped_model)
-            if check:
+        if check:
+            with varied(run, LENGTHS):
                 _check(run, wrapped_model)
         if check and run.collator.shared is not None:
             _check_shared(run, wrapped_model)

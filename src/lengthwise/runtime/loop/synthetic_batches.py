@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +14,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.corpus_window import LONGEST
 
 LENGTHS = (11, 7)
 """Slots of the two sequences; sizes that models rarely have otherwise."""
@@ -41,6 +43,45 @@ class StretchedSequence:
         """The values of a further column for a sequence, repeated from the first sequence."""
         values = values_of(0)
         return values[(np.arange(self.lengths[sequence]) + 3 * sequence) % len(values)]
+
+
+class VariedSequence(StretchedSequence):
+    """A source whose short sequences are windows of several sequences of the corpus, where it has such.
+
+    Longer ones begin with the slots of the corpus that differ, unless those are token ids, which have packs of their
+    own, and go on as the first sequence.
+    """
+
+    def __init__(self, collator: PackCollator, lengths: tuple[int, ...], *, is_ended: bool) -> None:
+        """``lengths``: slots of each sequence."""
+        tokens = np.asarray(collator.source.tokens(0))
+        super().__init__(tokens, collator.slot_tokens, is_ended=is_ended and tokens.ndim == 1)
+        short = [number for number, length in enumerate(lengths) if length <= LONGEST]
+        self._window_of = dict(zip(short, cycle(collator.windows))) if collator.windows else {}
+        self._kinds = {} if has_kinds_of_ids(collator) or not collator.windows else collator.kinds
+        self._collator, self._num_slots = collator, lengths
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """The tokens of a sequence."""
+        tokens = self.values("tokens", self._collator.source.tokens, sequence)
+        return _ended(tokens, self._values) if self._is_ended else tokens
+
+    def values(self, name: str, values_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
+        """The values of a column for a sequence."""
+        num_slots, window = self._num_slots[sequence], self._window_of.get(sequence)
+        if window is not None:
+            return window.cut(name, num_slots)
+        values = np.asarray(values_of(0))
+        if name in self._kinds:
+            values = np.concatenate([self._kinds[name], values])
+        return values[(np.arange(num_slots) + 3 * sequence) % len(values)]
+
+
+def has_kinds_of_ids(collator: PackCollator) -> bool:
+    """Whether slots of the corpus are token ids, with other integers by token, and not all the same."""
+    kinds = [values for name, values in collator.kinds.items() if name not in collator.loss_columns]
+    are_ids = bool(kinds) and all(values.ndim == 1 and values.dtype.kind in "iu" for values in kinds)
+    return are_ids and any(len(np.unique(values)) > 1 for values in kinds)
 
 
 class ReorderedSlots:
@@ -101,7 +142,39 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
         source=source,
         labels=before.labels and source.labels,
         passed={name: partial(source.column, name) for name in before.passed},
-        loss_columns=_repeated(before, lengths),
+        loss_columns={
+            name: partial(source.column, name) if name in before.kinds else repeated
+            for name, repeated in _repeated(before, lengths).items()
+        },
+        special=None,
+        shared=None,
+    )
+    try:
+        yield
+    finally:
+        run.collator = before
+
+
+@contextmanager
+def varied(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
+    """Within, the run's sequences 0, 1, ... have ``lengths`` slots, of several of its sequences where they differ."""
+    before = run.collator
+    if not before.windows:
+        with synthetic(run, lengths):
+            yield
+        return
+    source = VariedSequence(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
+
+    def labels(sequence: int) -> np.ndarray:
+        assert before.labels is not None, "the corpus has labels"
+        return np.maximum(source.values("labels", before.labels, sequence), 0)
+
+    run.collator = replace(
+        before,
+        source=source,
+        labels=before.labels and (source.tokens if before.objective == NEXT_TOKEN else labels),
+        passed={name: partial(source.values, name, values_of) for name, values_of in before.passed.items()},
+        loss_columns={name: partial(source.values, name, values_of) for name, values_of in before.loss_columns.items()},
         special=None,
         shared=None,
     )

@@ -10,6 +10,7 @@ from torch import nn
 from lengthwise.core.head_split import shared_by
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.synthetic_batches import has_kinds_of_ids
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 
 _log = logging.getLogger("lengthwise")
@@ -117,7 +118,7 @@ def settings_of(
 def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple[int, ...]:
     """Lengths of ragged sequences that hold all kinds of slots of the corpus, as far as they can be computed."""
     num_kinds = len(run.collator.kinds.get("tokens", ()))
-    if run.wrapped_model.by_sequence is not None or num_kinds < 2:
+    if run.wrapped_model.by_sequence is not None or num_kinds < 2 or not has_kinds_of_ids(run.collator):
         return ()
     left, limit = (
         max(2 * sum(LENGTHS), min(2 * num_kinds, max(max_slots, 2 * sum(LENGTHS)))),

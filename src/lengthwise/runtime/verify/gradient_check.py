@@ -21,7 +21,7 @@ from lengthwise.runtime.comm.collectives import gather_rows, sum_over_ranks
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import synthetic, synthetic_of_all_kinds
+from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of
@@ -162,7 +162,7 @@ def _compare(
         on_progress(number / len(settings))
         key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
         group = group_of_degree(run.world, setting.degree)
-        made_up = synthetic_of_all_kinds if setting.kinds else synthetic
+        made_up = synthetic_of_all_kinds if setting.kinds else varied
         with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key != alone_of:  # settings of one key follow one another
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)

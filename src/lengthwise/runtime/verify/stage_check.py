@@ -21,7 +21,7 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.runtime.loop.planned_pipelines import weights_of_layers
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, whole_shard
+from lengthwise.runtime.loop.synthetic_batches import LENGTHS, varied, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
 from lengthwise.runtime.verify.gradient_check import Tolerance, compare_precisely, worst_difference
@@ -57,7 +57,7 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool =
     what = f"stages of {list(stage_layers)} layers{' in slices' if slices else ''}"
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
-        with synthetic(run, LENGTHS):
+        with varied(run, LENGTHS):
             expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, LENGTHS), fill), what)
             on_every_rank(run, partial(_compare, run, stage_layers, splits, cuts, expected, tolerance), what)
 

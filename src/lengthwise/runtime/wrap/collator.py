@@ -1,6 +1,6 @@
 """The collator: how a pack of sequences becomes the tensors of a micro-batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from lengthwise.core.batch import EVERY_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.prefix_tree import PrefixTree, in_pack
 from lengthwise.runtime.models.targets import IGNORE, TokenMasking
+from lengthwise.runtime.wrap.corpus_window import CorpusWindow
 from lengthwise.runtime.wrap.shared_prefixes import SharedPrefixes
 from lengthwise.runtime.wrap.unit_members import Units
 
@@ -47,6 +48,8 @@ class PackCollator:
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Slots of the corpus that differ, ``tokens`` and each further column, to compare the model on; nothing: the first
     sequence is taken for all."""
+    windows: Sequence[CorpusWindow] = ()
+    """Slots of several sequences, to compare the model on; nothing: the first sequence is taken for all."""
 
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
