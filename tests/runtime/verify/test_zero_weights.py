@@ -275,3 +275,11 @@ def test_zeros_that_mean_something_are_exact_in_packs_as_before():
     run.close()
     after = bits(model.state_dict())
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gate_of_zero_hides_nothing_where_a_model_is_compared_in_16_bits(monkeypatch):
+    monkeypatch.setattr(gradient_check, "dtypes_of", lambda run: [None])
+    run = run_with(gated(Gated, "short convolution").bfloat16(), start_world("cpu"))
+    with pytest.raises(CheckError, match="in conv"):
+        check_exact(run)
+    run.close()

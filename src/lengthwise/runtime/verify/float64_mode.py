@@ -97,7 +97,7 @@ def noise_free(run: PreparedModel, dtype: torch.dtype | None = None, fill: Fill 
             if dtype is not None:
                 stack.enter_context(run.gather.computing_in(dtype))
         stack.enter_context(scratch_state(model, constants, dtype=dtype, attributes=not is_wrapped))
-        stack.enter_context(zeros_filled(run, fill))
+        stack.enter_context(zeros_filled(run, fill, dtype))
         if not model.training:
             model.train()
         if dtype is torch.float64:

@@ -26,8 +26,9 @@ from lengthwise.runtime.wrap.counter_rng import mix, uniform
 
 _log = logging.getLogger("lengthwise")
 
-SCALE = 0.1
-"""Mean size of the values, times the square root of a weight's number of inputs."""
+SCALE, HALF_SCALE = 0.1, 0.5
+"""Mean size of the values, times the square root of a weight's number of inputs; where the model is computed in 16
+bits, whose rounding would hide what is behind small ones, the second."""
 AT_ONCE = 1 << 22
 """Numbers that are filled at once."""
 
@@ -79,17 +80,19 @@ def finite(compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:
 
 
 @contextmanager
-def zeros_filled(run: PreparedModel, fill: Fill) -> Iterator[None]:
+def zeros_filled(run: PreparedModel, fill: Fill, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Within, trained weights that are exactly zero have values of ``fill``; afterwards all bits are as before.
 
+    ``dtype``: what is computed in; None: the model's own.
     Where weights are gathered by layer, or FSDP2 has them, this rank's share of them. Every rank enters it.
     """
     if fill is Fill.NOTHING:
         yield
         return
     state = run.state
+    scale = HALF_SCALE if (dtype or state.compute_dtype) in (torch.float16, torch.bfloat16) else SCALE
     if isinstance(state, Fsdp2State):
-        with _filled_shards(state, fill):
+        with _filled_shards(state, fill, scale):
             yield
         return
     with ExitStack() as restored, torch.no_grad():
@@ -99,33 +102,33 @@ def zeros_filled(run: PreparedModel, fill: Fill) -> Iterator[None]:
             parameters = run.wrapped_model.structure.parameters
             starts = {name: slot.start for name, slot in state.table.slots.items()}
             parts = (
-                (parameter.data, starts[name], _scale(tuple(parameter.shape)))
+                (parameter.data, starts[name], tuple(parameter.shape))
                 for name, parameter in parameters.items()
                 if type(parameter) is nn.Parameter and parameter.layout == torch.strided
             )
-        for values, first, scale in parts:
-            _fill(values, first, scale, fill, restored)
+        for values, first, shape in parts:
+            _fill(values, first, _size(shape, scale), fill, restored)
         with torch.enable_grad():
             yield
 
 
-def _scale(shape: tuple[int, ...]) -> float:
-    return SCALE / max(1, prod(shape[1:])) ** 0.5
+def _size(shape: tuple[int, ...], scale: float) -> float:
+    return scale / max(1, prod(shape[1:])) ** 0.5
 
 
-def _owned_parts(state: ShardedWeights) -> Iterator[tuple[Tensor, int, float]]:
-    """What this rank's share has of each parameter, where in the buffer of all it begins, and the size of values."""
+def _owned_parts(state: ShardedWeights) -> Iterator[tuple[Tensor, int, tuple[int, ...]]]:
+    """What this rank's share has of each parameter, where in the buffer of all it begins, and its shape."""
     offset = 0
     for start, end in state.owned_layout.intervals[state.world.rank]:
         for slot in state.table.slots.values():
             first, last = max(start, slot.interval[0]), min(end, slot.interval[1])
             if first < last:
-                yield state.master[offset : offset + last - first], first, _scale(slot.shape)
+                yield state.master[offset : offset + last - first], first, slot.shape
                 offset += last - first
 
 
 @contextmanager
-def _filled_shards(state: Fsdp2State, fill: Fill) -> Iterator[None]:
+def _filled_shards(state: Fsdp2State, fill: Fill, scale: float) -> Iterator[None]:
     """Fill the shards of FSDP2, from which weights are gathered again."""
     with ExitStack() as restored:
         state.release_params()
@@ -135,7 +138,7 @@ def _filled_shards(state: Fsdp2State, fill: Fill) -> Iterator[None]:
                 _fill(
                     local_shard(parameter),
                     first + _shard_number(parameter),
-                    _scale(tuple(parameter.shape)),
+                    _size(tuple(parameter.shape), scale),
                     fill,
                     restored,
                 )
@@ -162,7 +165,7 @@ def _shard_number(parameter: Any) -> int:
     return number << 40
 
 
-def _fill(values: Tensor, first: int, scale: float, fill: Fill, restored: ExitStack) -> None:
+def _fill(values: Tensor, first: int, size: float, fill: Fill, restored: ExitStack) -> None:
     """Fill the zeros of ``values``, the first of which is number ``first`` of all; ``restored`` is to undo it."""
     if not values.numel() or not values.is_floating_point():
         return
@@ -174,7 +177,7 @@ def _fill(values: Tensor, first: int, scale: float, fill: Fill, restored: ExitSt
         if len(places):
             restored.callback(_put_back, part, is_zero, part[is_zero])  # zeros have a sign
             bits = mix(places + first)
-            sizes = scale * (0.5 + uniform(bits))
+            sizes = size * (0.5 + uniform(bits))
             signs = 1.0 if fill is Fill.POSITIVE else 2.0 * (bits & 1) - 1.0
             part[is_zero] = (sizes * signs).to(part.dtype)
         first += part.numel()
