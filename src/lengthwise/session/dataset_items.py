@@ -15,6 +15,7 @@ from lengthwise.core.batch import NEXT_TOKEN, attention_length
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.runtime.wrap.corpus_window import CorpusWindow
+from lengthwise.runtime.wrap.refused_draws import item_read
 from lengthwise.session.channel_kinds import ChannelKinds
 from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
@@ -93,7 +94,8 @@ class DatasetItems:
         """
         number = int(self.numbers[id])
         if number not in self._last:
-            row = self.columns.read(number, self.items[number])
+            with item_read():
+                row = self.columns.read(number, self.items[number])
             if _checksum(row) != int(self.checksums[number]):
                 raise _changed(number)
             self._last.clear()

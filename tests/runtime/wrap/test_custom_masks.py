@@ -13,7 +13,7 @@ from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.manual_attention import begin_scores, begin_scores_with_bias, record_operation
 from tests.runtime.loop.modules import BY_HAND as MASKED_BY_HAND
-from tests.runtime.loop.modules import GPT, HEADS, MASKS, filled
+from tests.runtime.loop.modules import GPT, HEADS, MASKS, filled, slopes
 from tests.runtime.loop.runs import (
     LENGTHS,
     Case,
@@ -232,6 +232,106 @@ def test_attention_by_hand_that_changes_after_it_was_learned_is_refused(monkeypa
     monkeypatch.setitem(MASKED_BY_HAND, "filled", change)
     with pytest.raises(InputError, match=reason):
         packed(model, shard_of((9, 4)))
+
+
+def flagged_key(logits, tril):
+    """A key that tokens flag, the fourth from the end, is hidden, as by a mask that follows from data."""
+    logits = filled(logits, tril)
+    return logits.index_fill(-1, torch.tensor(logits.shape[-1] - 4), -1e9)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda logits, tril: filled(logits * 0.5, tril), "attention call 0 scales its logits by .*, where it was"),
+        (
+            lambda logits, tril: filled(logits, tril.triu(-2)),
+            "another mask .* -inf where it was 0, for a query at posi",
+        ),
+        (lambda logits, tril: filled(logits + slopes(len(tril), logits), tril), "another mask for a pack than follows"),
+        (flagged_key, "another mask for a pack than follows from the positions"),
+        (lambda logits, tril: filled(logits.clamp(-1.0), tril), "is another than when it was prepared, it does clamp"),
+    ],
+    ids=["scale", "window", "bias", "flagged key", "clamp"],
+)
+def test_every_call_by_hand_is_compared_in_every_layer_and_in_packs_longer_than_any_table(monkeypatch, change, reason):
+    """The tenth micro-batch is compared as the first is, and its second layer as the first one."""
+    model = built(GPT, num_layers=2, mask="filled")
+    learned(model)
+    for lengths in [(9, 4), (8,), (9, 10, 11, 7)] * 3:
+        packed(model, shard_of(lengths))
+    calls = iter(())
+    monkeypatch.setitem(MASKED_BY_HAND, "filled", lambda *args: (change if next(calls) else filled)(*args))
+    for lengths in ((9, 4), (9, 10, 11, 7)):
+        calls = iter([False, True])
+        with pytest.raises(InputError, match=reason.replace("call 0", "call 1")) as refused:
+            packed(model, shard_of(lengths))
+        assert "packing='never' of prepare" in str(refused.value)
+
+
+@pytest.mark.parametrize("mask", ["filled", "filled in place", "biased"])
+def test_operations_by_hand_that_are_as_before_are_not_computed_again(monkeypatch, mask):
+    """So packs may have any number of slots; what is other there is refused without computing it."""
+    model = built(GPT, num_layers=2, mask=mask)
+    learned(model)
+    packed(model, shard_of((11, 9)))
+    monkeypatch.setattr("lengthwise.runtime.wrap.attention_calls.MOST_COMPUTED_SLOTS", 4)
+    for lengths in ((11, 9), (5, 10, 8, 11)):
+        packed(model, shard_of(lengths))
+    other = MASKED_BY_HAND[mask]
+    for change, reason in (
+        (lambda logits, tril: other(logits * 1.5, tril), "with 1.5 to its logits, where it did"),
+        (lambda logits, tril: other(logits, tril.triu(-3)), "to its logits with .* where it was .*, for a query"),
+    ):
+        monkeypatch.setitem(MASKED_BY_HAND, mask, change)
+        with pytest.raises(
+            InputError, match=f"attention call 0 is another than when it was prepared, it does .*{reason}"
+        ):
+            packed(model, shard_of((11, 9)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("is_causal", "none", "attention call 0 has is_causal=False, where it was is_causal=True"),
+        ("none", "is_causal", "attention call 0 has is_causal=True, where it was is_causal=False"),
+        ("bool", "none", "was given no mask and is_causal=False, where it was given a mask"),
+        ("bool", "is_causal", ""),
+        ("is_causal", "bool", ""),
+        ("is_causal", "narrow window", "was given another mask .* -inf where it was 0|False where it was True"),
+        ("narrow window", "window", "was given another mask .* True where it was False"),
+        ("bool", "float", "attention call 0 scales its logits by 0.3, where it was None"),
+    ],
+)
+def test_what_a_loop_changes_of_an_attention_after_it_was_prepared_is_refused(before, after, reason):
+    model = built(GPT, num_layers=1, mask=before)
+    learned(model)
+    packed(model, shard_of((9, 8)))
+    model.transformer.h[0].attn.mask = after
+    if not reason:
+        packed(model, shard_of((9, 8)))
+        return
+    with pytest.raises(InputError, match=reason) as refused:
+        packed(model, shard_of((9, 8)))
+    assert "packing='never' of prepare" in str(refused.value)
+
+
+@pytest.mark.parametrize("mask", ["sinks", "slopes", "strides"])
+def test_a_mask_by_index_is_compared_beyond_the_slots_of_its_table(monkeypatch, mask):
+    model = built(GPT, num_layers=1, mask=mask)
+    learned(model)
+    packed(model, shard_of((11, 9, 10, 8)))
+
+    def flagged(t, x):
+        values = as_it_was(t, x).clone()
+        values[..., 24] = False if values.dtype == torch.bool else -1e30
+        return values
+
+    packed(model, shard_of((10, 9, 9)))
+    as_it_was = MASKS[mask]
+    monkeypatch.setitem(MASKS, mask, flagged)
+    with pytest.raises(InputError, match="attention call 0 of GPT was given another mask for a pack"):
+        packed(model, shard_of((11, 9, 10, 8)))
 
 
 def test_a_mask_of_minus_infinity_is_not_a_bias():

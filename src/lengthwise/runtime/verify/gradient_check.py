@@ -33,11 +33,11 @@ from lengthwise.runtime.verify.stock_call import (
     gradients_alone,
     gradients_in_pack,
     parameter_names,
-    random_states,
 )
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled
 from lengthwise.runtime.wrap.context import ALMOST_ONE
+from lengthwise.runtime.wrap.refused_draws import random_states
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")

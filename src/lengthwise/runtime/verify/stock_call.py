@@ -4,12 +4,10 @@ Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`:
 and the gradient of every trained parameter.
 """
 
-import random
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -202,15 +200,3 @@ def _sum_over(group: Group, gradients: list[Tensor]) -> None:
     group.all_reduce(flat, torch.distributed.ReduceOp.SUM)
     parts = flat.split([gradient.numel() for gradient in gradients])
     gradients[:] = [part.view(gradient.shape) for part, gradient in zip(parts, gradients)]
-
-
-def random_states(device: torch.device) -> tuple[Any, ...]:
-    """States of all random generators that a forward may draw from unnoticed; equal if none drew."""
-    drawn = np.random.get_state(legacy=False)
-    keys = {
-        name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in drawn.pop("state").items()
-    }
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), keys, drawn]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return tuple(states)

@@ -3,7 +3,7 @@
 See :class:`~lengthwise.runtime.wrap.torch_function_mode.InterceptCalls`, which meets them.
 """
 
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,20 +12,21 @@ from torch import Tensor
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.call_rules import CallRule, CallRules, ForwardCall, ForwardCalls, Product, same_scale
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.custom_masks import MaskTables
+from lengthwise.runtime.wrap.custom_masks import ON_PACKS, MaskTables
 from lengthwise.runtime.wrap.manual_attention import (
     PRODUCTS,
+    ManualAttention,
     Scores,
     begin_scores,
     begin_scores_with_bias,
     record_operation,
 )
+from lengthwise.runtime.wrap.recorded_operations import Operations, read_operations
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 
-BY_HAND_CHECKS = 3
-"""Micro-batches in which the mask of an attention by hand is compared with that of the positions."""
-MOST_CHECKED_SLOTS = 2048
-"""Most slots of a rank in those, as of the packs that are compared before a run: it takes memory of their square."""
+MOST_COMPUTED_SLOTS = 2048
+"""Most slots of a rank for which operations on logits that are others than before are computed, in memory of their
+square, to see whether they become the same scale and mask."""
 
 
 class AllAttendedError(Exception):
@@ -38,7 +39,6 @@ class AttentionCalls:
     def __init__(self, calls: ForwardCalls | None, rules: CallRules | None, masks: MaskTables | None) -> None:
         self._calls, self._rules, self._masks = calls, rules, masks
         self._has_scores = False
-        self._num_checked: Counter[int] = Counter()
         self.shard: PackShard | None = None
         self.layer: int | None = None
         """The layer that is being computed."""
@@ -59,7 +59,23 @@ class AttentionCalls:
         if not same_scale(scale, rule.scale):
             raise InputError(
                 f"attention call {number} scales its logits by {scale}, where it was {rule.scale} when it was "
-                "prepared; a scale that depends on the length cannot be honoured on packs"
+                f"prepared; {ON_PACKS}"
+            )
+
+    def _check_mask(self, number: int, rule: CallRule, *, given: bool, causal: bool) -> None:
+        """Check that an attention over slots is causal, or has a mask, where it was and had; ``given``: it has one now.
+
+        Raises:
+            InputError: it is another attention than when it was prepared.
+        """
+        if rule.note == "masked":
+            assert self._masks is not None, "masks come with rules"
+            if not given:
+                self._masks.check_left_out(number, causal=causal)
+        elif not given and causal is not (rule.note == "causal"):
+            raise InputError(
+                f"attention call {number} has is_causal={causal}, where it was is_causal={rule.note == 'causal'} when "
+                f"it was prepared; {ON_PACKS}"
             )
 
     def _product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,33 +115,52 @@ class AttentionCalls:
     def _attend_by_hand(self, scores: Scores, value: Tensor) -> Tensor:
         assert self.shard is not None, "a micro-batch is computed"
         attended, number = scores.attended, self.shard.counts.attention
-        query, scale, bias = attended.query, None, None
+        query = attended.query
         leading = torch.broadcast_shapes(scores.shape[:-2], value.shape[:-2])
         shape = (*leading, scores.shape[-2], value.shape[-1])
-        is_checked = self._num_checked[number] >= BY_HAND_CHECKS or attended.is_beyond
-        is_checked |= query.shape[-2] > MOST_CHECKED_SLOTS
-        if self._calls is not None or not is_checked:
-            scale, bias = attended.scale_and_bias()
+        operations = read_operations(attended.steps, query.shape[-2])
         call = ForwardCall(
-            kind="by hand", shape=tuple(query.shape), note="masked", layer=self.layer, mask=bias, scale=scale
+            kind="by hand", shape=tuple(query.shape), note="masked", layer=self.layer, operations=operations
         )  # fmt: skip
+        if self._calls is not None:
+            scale, bias = attended.scale_and_bias()
+            call = replace(call, mask=bias, scale=scale)
         rule = self._rule("attention", call)
         if self._is_dry(query):
             assert self._rules is not None
-            self._check_scale(number, self._rules.attention[number], scale)
-            return self._note_mask(query, shape, bias).to(value.dtype)
+            self._check_scale(number, self._rules.attention[number], call.scale)
+            return self._note_mask(query, shape, call.mask, operations).to(value.dtype)
         if rule is None:
             return attended.of(value)
+        self._check_mask(number, rule, given=True, causal=False)
         assert self._masks is not None, "masks come with rules"
-        if bias is not None:
-            self._num_checked[number] += 1
-            self._check_scale(number, rule, scale)
-        sees = self._masks.kind(number, bias, self.shard)
+        sees = self._masks.kind(number, self._other_bias(number, rule, attended, operations), self.shard)
         kind = AttentionRequest(scale=rule.scale, dropout=attended.dropout, call=number, **sees)
         # some models take logits in float32 and weights in the dtype of the values
         q, k, v = (slots_first(x) for x in (query, attended.key, value.to(query.dtype)))
         out = attend_shard(q, k, v, kind, self.shard)
         return out.movedim(0, -2).reshape(shape).to(value.dtype)
+
+    def _other_bias(
+        self, number: int, rule: CallRule, attended: ManualAttention, operations: Operations
+    ) -> Tensor | None:
+        """None where operations on logits are those that were learned; else what they become, if that is affordable.
+
+        Raises:
+            InputError: they have another scale, or cannot be compared.
+        """
+        assert self._masks is not None and self.shard is not None, "masks come with rules"
+        if not (other := self._masks.other_operations(number, operations, self.shard)):
+            return None
+        refused = InputError(f"attention call {number} is another than when it was prepared, it {other}; {ON_PACKS}")
+        if attended.is_beyond or operations.num_slots > MOST_COMPUTED_SLOTS:
+            raise refused
+        try:
+            scale, bias = attended.scale_and_bias()
+        except InputError:
+            raise refused from None
+        self._check_scale(number, rule, scale)
+        return bias
 
     def _is_dry(self, query: Tensor) -> bool:
         """Whether masks of a whole sequence are being recorded, and this call attends over its slots."""
@@ -134,12 +169,16 @@ class AttentionCalls:
         number = self.shard.counts.attention - 1
         return number < len(self._rules.attention) and self._rules.attention[number].is_over_slots
 
-    def _note_mask(self, query: Tensor, shape: tuple[int, ...], mask: Tensor | None) -> Tensor:
+    def _note_mask(
+        self, query: Tensor, shape: tuple[int, ...], mask: Tensor | None, operations: Operations | None = None
+    ) -> Tensor:
         """Record the mask of a call, and return zeros of ``shape`` as its output."""
         assert self.shard is not None and self._rules is not None and self._masks is not None
         number = self.shard.counts.attention - 1
         if self._rules.attention[number].note == "masked" and mask is not None:
             self._masks.note(number, mask, tuple(query.shape))
+            if operations is not None:
+                self._masks.note_operations(number, operations)
         if number == len(self._rules.attention) - 1:
             raise AllAttendedError
         return query.new_zeros(shape)

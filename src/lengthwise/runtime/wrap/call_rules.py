@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.recorded_operations import Operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class ForwardCall:
     """The mask that it was given."""
     scale: float | None = None
     """The scale of its logits."""
+    operations: Operations | None = field(default=None, repr=False)
+    """What an attention by hand does to its logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 What such a model makes for a pack, or for a rank's part of it, is not what it makes for a sequence: its windows,
 strides and biases follow the indices of what it is given. So the model computes one whole sequence alone, without
 attention, and the mask of every call is kept: the longest so far. Shorter sequences have its first rows and columns,
-which is checked whenever a mask of another length is seen; where it does not hold, the model is refused.
+which is checked whenever a mask of another length is seen; where it does not hold, the model is refused. What a call is
+given for a pack is compared every time: masks by value, of attention by hand the operations on logits.
 """
 
 from dataclasses import dataclass, field
@@ -15,31 +16,30 @@ from torch import Tensor
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.position_tables import OPEN, IndexSamples, PositionTable, TableComparison, band, equal
+from lengthwise.runtime.wrap.recorded_operations import LearnedOperations, Operations
 
 MOST_NUMBERS = 1 << 28
 """Most numbers in a table that is neither causal nor open."""
-_ANY = 1 << 62
-"""The size of a window side that is open."""
 FINENESS = 1.25
 """A length is known where the mask of one at most this many times shorter was seen."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The mask of an attention call for the longest sequence seen so far."""
+ON_PACKS = (
+    "this cannot be honoured on packs: set it before prepare and leave it, prepare again where it changes, or compute "
+    "sequence by sequence, with packing='never' of prepare"
+)
+"""What to do about an attention that is another one than when the model was prepared."""
 
-    length: int
-    before: int = 0
-    after: int = 0
-    """How many slots before and after its own each slot sees, where there are no ``values``."""
-    values: Tensor | None = field(default=None, repr=False)
-    """[1 or heads, length, length]: booleans, or what is added to the logits."""
 
-    def corner(self, length: int, like: Tensor) -> Tensor:
-        """The mask of a shorter sequence, [1 or heads, length, length]."""
-        if self.values is not None:
-            return self.values[:, :length, :length]
-        return _band(length, self.before, self.after, like.device)
+@dataclass(kw_only=True)
+class _Learned:
+    """What was learned of a model that computes in one dtype."""
+
+    tables: dict[int, PositionTable] = field(default_factory=dict)
+    lengths: set[int] = field(default_factory=set)
+    operations: dict[int, LearnedOperations] = field(default_factory=dict)
+    samples: dict[int, IndexSamples] = field(default_factory=dict)
 
 
 class MaskTables:
@@ -48,12 +48,12 @@ class MaskTables:
     def __init__(self, model: str) -> None:
         """``model``: its name, for messages."""
         self._model = model
-        self._by_dtype: dict[torch.dtype | None, tuple[dict[int, _Table], set[int]]] = {}
+        self._by_dtype: dict[torch.dtype | None, _Learned] = {}
         self.use(None)
-        self._checked: tuple[Tensor | None, PackShard | None, int] = (None, None, -1)
+        self._checked: tuple[Tensor | None, int, PackShard | None, int] = (None, 0, None, -1)
 
     def __bool__(self) -> bool:
-        return any(tables for tables, _ in self._by_dtype.values())
+        return any(learned.tables for learned in self._by_dtype.values())
 
     @property
     def num_lengths(self) -> int:
@@ -62,7 +62,8 @@ class MaskTables:
 
     def use(self, dtype: torch.dtype | None) -> None:
         """Switch to the tables for a model that computes in ``dtype``, on which biases may depend."""
-        self._tables, self._lengths = self._by_dtype.setdefault(dtype, ({}, set()))
+        self._learned = self._by_dtype.setdefault(dtype, _Learned())
+        self._tables, self._lengths = self._learned.tables, self._learned.lengths
 
     def is_known(self, length: int) -> bool:
         """Whether masks of about this length were seen."""
@@ -81,7 +82,8 @@ class MaskTables:
         new, old = self._made(number, values), self._tables.get(number)
         if old is not None:
             short = min(old.length, length)
-            if not _equal(old.corner(short, values), values[:, :short, :short]):
+            positions = torch.arange(short, device=values.device)
+            if not equal(old.at(positions, positions), values[:, :short, :short]):
                 raise InputError(
                     f"attention call {number} of {self._model} masks the first {short} slots of a sequence otherwise "
                     f"where it has {max(old.length, length)} than where it has {short}, so its mask follows from more "
@@ -89,6 +91,19 @@ class MaskTables:
                 )
         if old is None or length > old.length:
             self._tables[number] = new
+
+    def note_operations(self, number: int, operations: Operations) -> None:
+        """Record what call ``number``, an attention by hand, does to the logits of one whole sequence."""
+        learned = self._learned.operations
+        if number not in learned or operations.num_slots >= learned[number].length:
+            learned[number] = LearnedOperations(
+                operations, before=learned.get(number - 1), last=learned.get(number), most_numbers=MOST_NUMBERS
+            )
+
+    def other_operations(self, number: int, operations: Operations, shard: PackShard) -> str:
+        """What call ``number`` does otherwise to its logits than for a sequence alone; an empty string: nothing."""
+        learned = self._learned.operations.get(number)
+        return "is by hand, which it was not" if learned is None else learned.difference(operations, shard)
 
     def _plain(self, number: int, mask: Tensor, query_shape: tuple[int, ...]) -> Tensor:
         """Reduce a mask to [1 or heads, L, L]."""
@@ -100,7 +115,7 @@ class MaskTables:
         length = query_shape[-2]
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())]
         leading = values.shape[:-3]
-        if any(size != 1 for size in leading) and not _equal(values, values[(slice(0, 1),) * len(leading)]):
+        if any(size != 1 for size in leading) and not equal(values, values[(slice(0, 1),) * len(leading)]):
             raise InputError(
                 f"attention call {number} of {self._model} has a mask {tuple(mask.shape)} with other values in every "
                 "row, which cannot be honoured on packs"
@@ -108,23 +123,23 @@ class MaskTables:
         values = values[(0,) * len(leading)]
         return _relative(values.expand(len(values), length, length))
 
-    def _made(self, number: int, values: Tensor) -> _Table:
+    def _made(self, number: int, values: Tensor) -> PositionTable:
         length = values.shape[-1]
         seen = values if values.dtype == torch.bool else values == 0
         is_binary = values.dtype == torch.bool or bool((seen | (values <= torch.finfo(values.dtype).min / 2)).all())
         if is_binary:
-            before, after = (_ANY if size == length - 1 else size for size in _reach(seen))
-            if bool((seen == _band(length, before, after, seen.device)).all()):
-                return _Table(length=length, before=before, after=after)
+            before, after = (OPEN if size == length - 1 else size for size in _reach(seen))
+            if bool((seen == band(length, before, after, seen.device)).all()):
+                return PositionTable(length=length, before=before, after=after)
         other = self._tables.get(number - 1)
-        if other is not None and other.values is not None and other.length == length and _equal(other.values, values):
+        if other is not None and other.values is not None and other.length == length and equal(other.values, values):
             return other  # layers share it
         if values.numel() > MOST_NUMBERS:
             raise InputError(
                 f"attention call {number} of {self._model} has a mask of {values.numel():,} numbers for a sequence of "
                 f"{length:,} slots (limit {MOST_NUMBERS:,}); set max_length={int((MOST_NUMBERS / len(values)) ** 0.5)}"
             )
-        return _Table(length=length, values=(seen if is_binary else values).clone())
+        return PositionTable(length=length, values=(seen if is_binary else values).clone())
 
     def kind(self, number: int, mask: Tensor | None, shard: PackShard) -> dict[str, Any]:
         """The mask of call ``number`` for the sequences of a pack, as options of :class:`AttentionRequest`.
@@ -142,47 +157,44 @@ class MaskTables:
                     f"for {shard.longest}; compute micro-batches of a prepared run alone"
                 )
             return {"causal": False, "mask": partial(_part, table.values)}
-        is_open = table.before == _ANY and table.after in (0, _ANY)
+        is_open = table.before == OPEN and table.after in (0, OPEN)
         return {"causal": table.after == 0, "window": None if is_open else (table.before, table.after)}
 
     def check_band(self, number: int, mask: Tensor, shard: PackShard, *, causal: bool) -> None:
         """Raise ``InputError`` unless a mask, of a call that has none for a sequence alone, only parts sequences."""
-        self._check(number, mask, _Table(length=shard.longest, before=_ANY, after=0 if causal else _ANY), shard)
+        self._check(number, mask, PositionTable(length=shard.longest, before=OPEN, after=0 if causal else OPEN), shard)
 
-    def _check(self, number: int, mask: Tensor, table: _Table, shard: PackShard) -> None:
-        """Check that a mask given for a pack follows from indices or from positions, as far as the table goes."""
-        checked, of_shard, of_table = self._checked
-        if checked is mask and of_shard is shard and of_table == id(table):
+    def check_left_out(self, number: int, *, causal: bool) -> None:
+        """Raise ``InputError`` unless call ``number``, which is given no mask, had one that hides no more."""
+        table = self._tables[number]
+        hidden = (OPEN, 0) if causal else (OPEN, OPEN)
+        if table.values is not None or (table.before, table.after) != hidden:
+            raise InputError(
+                f"attention call {number} of {self._model} was given no mask and is_causal={causal}, where it was "
+                f"given a mask when it was prepared; {ON_PACKS}"
+            )
+
+    def _check(self, number: int, mask: Tensor, table: PositionTable, shard: PackShard) -> None:
+        """Check that a mask given for a pack follows from indices or from positions."""
+        checked, version, of_shard, of_table = self._checked
+        if checked is mask and version == mask._version and of_shard is shard and of_table == id(table):
             return
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())].flatten(0, -3)
         t = min([shard.num_slots, *(size for size in mask.shape[-2:] if size > 1)])
         values = values.expand(len(values), t, t)
-        short = min(t, table.length)
-        # the corner alone first: all of a pack is the square of its slots, for every head
-        if not _equal(_relative(values[:, :short, :short]), table.corner(short, values)):
-            values = _relative(values)
-            positions, sequences = shard.positions[:t], _numbers(shard)[:t]
-            full_mask = table.corner(table.length, values)
-            expected = full_mask[:, positions][:, :, positions]
-            same_sequence = (sequences[:, None] == sequences).expand_as(values)
-            if not _equal(values[same_sequence], expected.expand_as(values)[same_sequence]):
-                raise InputError(
-                    f"attention call {number} of {self._model} was given another mask for a pack than follows from "
-                    "the positions in its sequences: it depends on tokens, or on the length, which cannot be honoured "
-                    "on packs"
-                )
-        self._checked = mask, shard, id(table)
+        samples = self._learned.samples.setdefault(number, IndexSamples())
+        if (difference := TableComparison(values, table, shard, is_relative=True).difference(samples)) is not None:
+            raise InputError(
+                f"attention call {number} of {self._model} was given another mask for a pack than follows from the "
+                f"positions in its sequences, {difference}: it depends on tokens, on the length, or on what was "
+                f"changed since it was prepared; {ON_PACKS}"
+            )
+        self._checked = mask, mask._version, shard, id(table)
 
 
 def _part(values: Tensor, number: int, heads: range, queries: range, keys: range) -> Tensor:
     part = values[:, queries.start : queries.stop, keys.start : keys.stop]
     return part[0] if len(values) == 1 else part[[head % len(values) for head in heads]]
-
-
-def _numbers(shard: PackShard) -> Tensor:
-    """[t] the number in the pack of the sequence, or padding, that each slot of this rank is in."""
-    ends = torch.tensor(shard.cu_seqlens[1:])
-    return torch.bucketize(torch.from_numpy(shard.places), ends, right=True).to(shard.device)
 
 
 def _relative(values: Tensor) -> Tensor:
@@ -197,24 +209,3 @@ def _relative(values: Tensor) -> Tensor:
 def _reach(seen: Tensor) -> tuple[int, int]:
     """How far before its own the last slot sees, and how far after its own the first does."""
     return int(seen[0, -1].sum()) - 1, int(seen[0, 0].sum()) - 1
-
-
-def _band(length: int, before: int, after: int, device: torch.device) -> Tensor:
-    """The mask of a causal or windowed attention, [1, length, length]."""
-    positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions
-    return ((distance <= before) & (distance >= -after))[None]
-
-
-def _added(seen: Tensor, like: Tensor) -> Tensor:
-    return torch.zeros(seen.shape, dtype=like.dtype, device=seen.device).masked_fill(~seen, -torch.inf)
-
-
-def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two masks are equal; any large negative number hides."""
-    if first.dtype == torch.bool and second.dtype == torch.bool:
-        return bool((first == second).all())
-    like = first if first.dtype != torch.bool else second
-    first, second = (x if x.dtype != torch.bool else _added(x, like) for x in (first, second))
-    limit = torch.finfo(like.dtype).min / 2
-    return bool(((first == second) | ((first <= limit) & (second <= limit))).all())

@@ -12,8 +12,11 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lengthwise.runtime.wrap.context import PackShard
 
 HOMES = {
     "torch.nn.attention.varlen": ("varlen_attn",),
@@ -101,6 +104,14 @@ def ends_note(kernel: FlashKernel) -> str:
     if kernel.ends is None or kernel.ends.tolist() == [0, num_slots]:
         return ""
     return f"refused: its sequences end at {kernel.ends.tolist()} where one sequence of {num_slots} was given"
+
+
+def ends_within(ends: Tensor, shard: PackShard) -> str:
+    """The first ends of sequences that lie within sequences of a micro-batch; an empty string if none does."""
+    numbers = np.searchsorted(np.asarray(shard.cu_seqlens[1:]), shard.places, side="right")
+    parted = (np.diff(numbers) != 0) | (np.diff(shard.places) != 1)
+    allowed = {0, shard.num_slots, *(1 + np.flatnonzero(parted)).tolist()}
+    return ", ".join([str(end) for end in ends.tolist() if end not in allowed][:5])
 
 
 class ImportedKernels:

@@ -14,6 +14,7 @@ from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.position_ids import StockPositions
+from lengthwise.runtime.wrap.refused_draws import draws_refused
 
 MakeInputs = Callable[[MicroBatch], dict[str, Any]]
 
@@ -47,7 +48,7 @@ class ForwardInputs:
     def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments for a micro-batch."""
         if self._make is not None:
-            return self._make(micro_batch)
+            return self._made_by_user(micro_batch, self._make)
         if not self._is_by_sequence:
             return self._of_pack(micro_batch)
         without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
@@ -56,7 +57,7 @@ class ForwardInputs:
     def of_stock_call(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
         if self._make is not None:
-            return self._make(micro_batch)
+            return self._made_by_user(micro_batch, self._make)
         inputs = self._of_pack(micro_batch)
         optional = {name for name, parameter in self._parameters.items() if parameter.default is not parameter.empty}
         positions = POSITIONS if self._is_hugging_face else optional & set(POSITIONS)
@@ -81,6 +82,10 @@ class ForwardInputs:
         fills = POSITIONS if self._make is not None else tuple(inputs)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
         return call.weighed_by_micro_batch() if is_frozen or self._has_own_loss else call
+
+    def _made_by_user(self, micro_batch: MicroBatch, make: MakeInputs) -> dict[str, Any]:
+        with draws_refused("inputs=", micro_batch.shard.device):
+            return make(micro_batch)
 
     def _of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
         tokens = micro_batch.tokens[None]

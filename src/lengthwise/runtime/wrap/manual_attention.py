@@ -37,11 +37,11 @@ class LogitsOperation:
 
     def of(self, logits: Any) -> Any:
         """Apply the operation to logits."""
-        args, kwargs = _replaced((self.args, self.kwargs), lambda value: logits if value is _HERE else value)
+        args, kwargs = _replaced((self.args, self.kwargs), lambda value: logits if value is HERE else value)
         return self.function(*args, **kwargs)
 
 
-_HERE = object()
+HERE = object()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,8 @@ class ManualAttention:
         products = torch.ones_like(zeros) * 0.5
         if zeros.shape[-1] <= _SHORT:
             products = torch.rand(zeros.shape, generator=torch.Generator().manual_seed(0)).to(zeros)
+            if torch.finfo(zeros.dtype).bits >= 32:  # where rounding of the scale is small
+                products = products * 16.0 - 8.0
         same = products.numel() == bias.numel()
         expected = bias + scale * (products.reshape(bias.shape) if same else products)
         limit = 1e-2 if torch.finfo(bias.dtype).bits < 32 else 1e-4
@@ -200,7 +202,7 @@ def record_operation(
             f"a model that attends by hand calls {_name(function)} of its logits and of what is trained, such as a "
             "bias by position, which cannot be honoured on packs"
         )
-    args, kwargs = _replaced((args, kwargs), lambda value: _HERE if value is scores else value)
+    args, kwargs = _replaced((args, kwargs), lambda value: HERE if value is scores else value)
     attended = replace(attended, steps=(*attended.steps, LogitsOperation(function, args, kwargs)))
     if _name(function).endswith("_") and not _name(function).endswith("__"):  # in place
         scores.attended, scores.form = attended, form

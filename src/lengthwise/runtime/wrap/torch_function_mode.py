@@ -30,7 +30,7 @@ from lengthwise.runtime.wrap.counter_rng import (
     one_number,
     uniform_like,
 )
-from lengthwise.runtime.wrap.custom_masks import MaskTables
+from lengthwise.runtime.wrap.custom_masks import ON_PACKS, MaskTables
 from lengthwise.runtime.wrap.manual_attention import ADDED_PRODUCTS, PRODUCTS, find_scores
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 
@@ -63,6 +63,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         self._tables = {id(constant): constant for constant in constants}
         self._imported = imported
+        self._checked_ends: tuple[Tensor | None, int, PackShard | None] = (None, 0, None)
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head_attention,
@@ -158,6 +159,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             return attend_rows_dropping(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, rule.dim, LOCAL + number, self.shard
             )
+        self._check_mask(number, rule, given=attn_mask is not None, causal=is_causal)
         sees: dict[str, Any] = {"causal": rule.note == "causal"}
         if rule.note == "masked":
             assert self._masks is not None, "masks come with rules"
@@ -188,6 +190,11 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             return out
         assert self.shard is not None, "rules come with a micro-batch"
         number = self.shard.counts.attention - 1
+        if self._calls is None and (other := call.refused or self._other_ends(call.ends)):
+            raise InputError(
+                f"attention call {number} ({func.__name__}) is another than when it was prepared, "
+                f"{other.removeprefix('refused: ')}; {ON_PACKS}"
+            )
         kind = AttentionRequest(
             causal=call.causal, scale=call.scale, window=call.window, dropout=call.dropout, call=number
         )
@@ -195,6 +202,17 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         out_tNH = attend_shard(q, k, v, kind, self.shard)
         shape = (*query.movedim(call.slot_dim, 0).shape[:-1], call.value.shape[-1])
         return out_tNH.reshape(shape).movedim(0, call.slot_dim)
+
+    def _other_ends(self, ends: Tensor | None) -> str:
+        """What is wrong with the ends of sequences that a kernel is given; an empty string: nothing."""
+        assert self.shard is not None, "rules come with a micro-batch"
+        checked = (ends, 0 if ends is None else ends._version, self.shard)
+        if ends is None or all(a is b or (type(a) is int and a == b) for a, b in zip(checked, self._checked_ends)):
+            return ""
+        if wrong := kernels.ends_within(ends, self.shard):
+            return f"its sequences end at slots {wrong} within sequences of the micro-batch"
+        self._checked_ends = checked
+        return ""
 
     def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """Answer ``nn.MultiheadAttention``, without attention weights, which no shard has."""

@@ -36,6 +36,7 @@ from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
+from lengthwise.runtime.wrap.refused_draws import draws_refused
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
@@ -208,6 +209,8 @@ class WrappedModel:
             for call in (calls.attention[number] for calls in seen):
                 if call.mask is not None and rule.is_over_slots:
                     self.masks.note(number, call.mask, call.shape)
+                    if call.operations is not None:
+                        self.masks.note_operations(number, call.operations)
         needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
@@ -258,7 +261,8 @@ class WrappedModel:
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """Return the loss from the output of the forward."""
         if self._loss is not None:
-            return cast(Tensor, computed(self._loss(output, micro_batch)))
+            with draws_refused("loss=", micro_batch.shard.device):
+                return cast(Tensor, computed(self._loss(output, micro_batch)))
         if (loss := loss_in(output)) is not None:
             return cast(Tensor, computed(loss))
         raise InputError(
