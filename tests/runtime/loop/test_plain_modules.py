@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.batch import EVERY_TOKEN, MASKED
 from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.wrap.flash_kernels import ends_within
 from tests.runtime.loop import modules
 from tests.runtime.loop.modules import (
     CHANNELS,
@@ -23,7 +24,7 @@ from tests.runtime.loop.modules import (
     UnevenHeads,
     Video,
 )
-from tests.runtime.loop.runs import Case, Frames, Packs, assert_exact, randomised, step_on_ranks
+from tests.runtime.loop.runs import Case, Frames, Packs, assert_exact, randomised, shard_of, step_on_ranks
 
 DEGREES = (
     Packs(ranks=(0, 1, 2, 3), packs=((2, 3), (6,), (0, 8)), recompute=(True, False, True)),
@@ -192,3 +193,10 @@ def test_flash_kernels_are_met_where_the_model_imported_them(ranks, kernel, wind
     case = Case(build=partial(built, Flash, window), **LOGITS)
     for found in ranks(4).run(step_with_flash, case, DEGREES, kernel):
         assert_exact(case, found, kernel)
+
+
+def test_ends_of_sequences_that_a_kernel_is_given_lie_between_those_of_the_pack():
+    shard = shard_of((4, 5), rank=0, degree=1)
+    for ends in ([0, 9], [0, 4, 9], [0, 4]):
+        assert ends_within(torch.tensor(ends), shard) == ""
+    assert ends_within(torch.tensor([0, 2, 4, 6, 9]), shard) == "2, 6"

@@ -21,7 +21,7 @@ DRAWS = {
     "torch.dropout": lambda: F.dropout(torch.ones(9), 0.5),
     "Tensor.normal_": lambda: torch.zeros(2).normal_(), "torch.randperm": lambda: torch.randperm(4),
     "numpy.random": lambda: np.random.rand(), "Python's random": random.random,
-    "torch,": lambda: F.rrelu(torch.ones(3), training=True),
+    "torch, and": lambda: torch.nn.functional.fractional_max_pool2d(torch.ones(1, 1, 4, 4), 2, output_size=2),
 }  # fmt: skip
 
 
