@@ -1,21 +1,25 @@
 """Models that cannot be prepared as they are: each is refused by one sentence with the way out."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError, Setting
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.session.adapter_checks import check_adapters
+from lengthwise.session.datasets import RunSequences
+
+_log = logging.getLogger("lengthwise")
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _LOOKS = ("pixel_values", "input_values", "input_features")
@@ -151,3 +155,25 @@ def forward_errors_named(model: nn.Module) -> Iterator[None]:
             f"{reason}); say how it is called with inputs=lambda micro_batch: {{...}}, and how its loss is made with "
             "loss=lambda output, micro_batch: ..."
         ) from error
+
+
+def check_takes(model: nn.Module, sequences: RunSequences) -> None:
+    """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
+    config, name = getattr(model, "config", None), type(model).__name__
+    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
+    if rows is not None and largest is not None and largest[0] >= rows:
+        raise InputError(
+            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
+        )
+    limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
+    if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
+        return
+    problem = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
+    if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
+        _log.warning("%s; rotary positions beyond are computed all the same", problem)
+        return
+    if sequences.units is not None:
+        raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
+    ways = f"{Setting.MAX_LENGTH}={limit} and {Setting.OVER_LENGTH} to what shall happen (split, truncate, drop)"
+    raise InputError(f"{problem}; set {ways}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting, errors_spelt
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
@@ -55,7 +55,13 @@ from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
-from lengthwise.session.model_checks import check_by_sequence, check_model, check_options, forward_errors_named
+from lengthwise.session.model_checks import (
+    check_by_sequence,
+    check_model,
+    check_options,
+    check_takes,
+    forward_errors_named,
+)
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
@@ -368,28 +374,6 @@ def _planner(
     forwards = options.model_copy(update=unused)
     plan_forwards = ForwardPlanner(partial(plan_as_cut, forwards), lambda: planner.planner)
     return planner, plan_forwards, keep_layers
-
-
-def check_takes(model: nn.Module, sequences: RunSequences) -> None:
-    """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
-    config, name = getattr(model, "config", None), type(model).__name__
-    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
-    if rows is not None and largest is not None and largest[0] >= rows:
-        raise InputError(
-            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
-        )
-    limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
-    if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
-        return
-    problem = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
-    if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
-        _log.warning("%s; rotary positions beyond are computed all the same", problem)
-        return
-    if sequences.units is not None:
-        raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
-    ways = f"{Setting.MAX_LENGTH}={limit} and {Setting.OVER_LENGTH} to what shall happen (split, truncate, drop)"
-    raise InputError(f"{problem}; set {ways}")
 
 
 def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:

@@ -24,10 +24,11 @@ from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.session.calibration import find_cost
 from lengthwise.session.compile_sizes import use_cache
 from lengthwise.session.datasets import RunSequences, read_sequences
+from lengthwise.session.model_checks import check_takes
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.planning import batch_stream, make_sampler, open_plans
-from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
+from lengthwise.session.prepare import learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.run_planner import RunPlanner
 from lengthwise.session.slice_costs import with_passes_priced
