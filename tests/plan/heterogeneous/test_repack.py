@@ -7,7 +7,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from lengthwise.plan import auto
+from lengthwise.plan.heterogeneous.draft_refinement import DraftRefinement
 from lengthwise.plan.heterogeneous.repack import repacked
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
@@ -63,7 +63,7 @@ def test_auto_packs_steps_of_few_sequences_by_the_seconds_of_1f1b(monkeypatch):
     for seed in range(3):
         problem, priced = staged(np.random.default_rng(seed), stages=4, num_sequences=14)
         with monkeypatch.context() as without:
-            without.setattr(sys.modules[auto.__name__], "repacked", lambda priced, phase: phase)
+            without.setattr(sys.modules[DraftRefinement.__module__], "repacked", lambda priced, phase: phase)
             slower = Planner(policy="auto", problem=problem)(priced.batch)
         plan = Planner(policy="auto", problem=replace(problem))(priced.batch)
         assert slower.lower_bound_s <= plan.time_s * (1 + 1e-9) <= slower.time_s * (1 + 2e-9)

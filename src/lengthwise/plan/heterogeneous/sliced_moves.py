@@ -48,16 +48,18 @@ def _phase(priced: PricedBatch, phase: Phase, most_s: float) -> Phase:
     """The phase with its slowest pipeline faster, then the one that is slowest now, while that helps."""
     times_s = [draft_pipeline_s(priced, pipeline, pack_times_s(priced, pipeline))[0] for pipeline in phase]
     improved, most_tried = list(phase), MOST_TRIED
-    while True:
+    for _ in phase:
         slowest = max(range(len(phase)), key=lambda number: times_s[number])
         pipeline = improved[slowest]
-        if not has_slices(pipeline) or pipeline is not phase[slowest]:
-            return tuple(improved)
+        if not has_slices(pipeline):
+            break
         num_slices = sum(run.scheme.slices for run in runs_of(pipeline))
         num_tried = min(most_tried, int(most_s / (TRY_S * num_slices * pipeline.candidate.num_stages)))
-        improved[slowest], times_s[slowest] = _Moves(priced, pipeline, times_s[slowest]).fastest(num_tried)
-        most_tried //= 2
-        most_s /= 2
+        improved[slowest], faster_s = _Moves(priced, pipeline, times_s[slowest]).fastest(num_tried)
+        if faster_s == times_s[slowest]:
+            break
+        times_s[slowest], most_tried, most_s = faster_s, most_tried // 2, most_s / 2
+    return tuple(improved)
 
 
 class _Moves:
