@@ -76,6 +76,7 @@ def test_corpora_with_other_tokens_have_other_digests():
         (["some words"], {}, r"item 0 is text; a corpus holds token ids: tokenise it first"),
         ([{"text": "words"}], {}, r"item 0 has text, and none of input_ids, tokens, ids"),
         ([[0.5, 1.5]], {}, r"item 0 is float64 of shape \(2,\), not a row of token ids"),
+        ([np.ones((3, 4))], {}, r"item 0 is float64 of shape \(3, 4\).*loss_columns=\('latents',\) and inputs="),
         ([[[1, 2]]], {}, r"item 0 is int64 of shape \(1, 2\)"),
         (ROWS, {"max_length": 4}, r"sequence 0 has 5 tokens, over .*max_length 4"),
         ([[1], []], {}, r"item 1 is empty"),

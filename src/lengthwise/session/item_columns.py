@@ -135,6 +135,13 @@ class ItemColumns:
             if not tokens.ndim:
                 raise InputError(f"{what} is a single number; its first axis is to be the slots")
             return tokens
+        if tokens.ndim > 1 and tokens.dtype.kind == "f":
+            raise InputError(
+                f"{what} is {tokens.dtype} of shape {tokens.shape}, not a row of token ids. Where each element of the "
+                "first axis is several tokens, as a frame is, say of how many: slot_tokens. Where it is one, as in "
+                "latents of [tokens, channels], give items {'input_ids': zeros of as many, 'latents': them}, with "
+                "loss_columns=('latents',) and inputs= that takes micro_batch.column('latents')"
+            )
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InputError(
                 f"{what} is {tokens.dtype} of shape {tokens.shape}, not a row of token ids; of sequences of "
