@@ -30,7 +30,7 @@ from lengthwise.cost.gradient_reduction import whole_units
 from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.weight_shards import held_params
 from lengthwise.data.synthetic import synthetic_lengths
-from lengthwise.plan.auto import AutoPolicy
+from lengthwise.plan.heterogeneous.draft_refinement import DraftRefinement
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 
 MODELS = ("llama-7b", "llama-13b", "llama-32b", "llama-66b")
@@ -84,7 +84,7 @@ def print_plans(models: list[str], gpus: list[int], corpora: list[str], steps: i
 
 def without_ramps() -> AbstractContextManager[object]:
     """A context in which `auto` tries no ramps."""
-    return patch.object(sys.modules[AutoPolicy.__module__], "MOST_RAMPED", 0)
+    return patch.object(sys.modules[DraftRefinement.__module__], "MOST_RAMPED", 0)
 
 
 def print_ablation(models: list[str], gpus: list[int], corpora: list[str], steps: int) -> None:

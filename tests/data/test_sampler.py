@@ -165,7 +165,7 @@ def test_the_order_is_the_one_of_the_first_release():
         ({"seed": 8}, "seed: 8 in the state, 7 here"),
         ({"tokens_per_step": 9}, "tokens_per_step: 9 in the state, 10 here"),
         ({"tokens_per_step": None, "sequences_per_step": 2}, "sequences_per_step: 2"),
-        ({"order": {"name": "corpus"}}, r"\(order.name: 'corpus' in the state, 'shuffled' here\)"),
+        ({"order": {"name": "corpus"}}, r"\(data.order: 'corpus' in the state, 'shuffled' here\)"),
         ({"order": {"name": "shuffled", "window": 3}}, "order.window: 3 in the state, None here"),
         ({"selection": {"sizes": [3]}}, r"selection.sizes: \[3\] in the state, None here"),
         ({"schema_version": 9}, "schema_version"),
