@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -133,12 +134,23 @@ def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
+def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
+    """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes."""
+    before = run.collator
+    run.collator = replace(before, **changes, special=None, shared=None)
+    try:
+        yield
+    finally:
+        run.collator = before
+
+
+@contextmanager
 def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """Within, the run's sequences 0, 1, ... have ``lengths`` slots, of all kinds of slots in the corpus."""
     before = run.collator
     source = ReorderedSlots(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
-    run.collator = replace(
-        before,
+    with _replaced(
+        run,
         source=source,
         labels=before.labels and source.labels,
         passed={name: partial(source.column, name) for name in before.passed},
@@ -146,13 +158,8 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
             name: partial(source.column, name) if name in before.kinds else repeated
             for name, repeated in _repeated(before, lengths).items()
         },
-        special=None,
-        shared=None,
-    )
-    try:
+    ):
         yield
-    finally:
-        run.collator = before
 
 
 @contextmanager
@@ -169,19 +176,14 @@ def varied(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
         assert before.labels is not None, "the corpus has labels"
         return np.maximum(source.values("labels", before.labels, sequence), 0)
 
-    run.collator = replace(
-        before,
+    with _replaced(
+        run,
         source=source,
         labels=before.labels and (source.tokens if before.objective == NEXT_TOKEN else labels),
         passed={name: partial(source.values, name, values_of) for name, values_of in before.passed.items()},
         loss_columns={name: partial(source.values, name, values_of) for name, values_of in before.loss_columns.items()},
-        special=None,
-        shared=None,
-    )
-    try:
+    ):
         yield
-    finally:
-        run.collator = before
 
 
 @contextmanager
@@ -195,19 +197,14 @@ def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     labels = before.labels and (
         source.tokens if before.objective == NEXT_TOKEN else partial(source.labels, before.labels)
     )
-    run.collator = replace(
-        before,
+    with _replaced(
+        run,
         source=source,
         labels=labels,
         passed=passed,
         loss_columns=_repeated(before, lengths),
-        special=None,
-        shared=None,
-    )
-    try:
+    ):
         yield
-    finally:
-        run.collator = before
 
 
 def summed_loss(run: MicroBatchMaker, sequences: tuple[int, ...]) -> Tensor:
