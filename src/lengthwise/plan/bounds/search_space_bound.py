@@ -25,7 +25,12 @@ and to recompute as many layers in all of their micro-batches. Where whole micro
 what a backward is longer than a forward (``least_stages_in_any_order``), and all that the longest waits for can hide W.
 
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows. Where micro-batches are cut into
-slices, that of the longest has all that the scheme has, and their overhead; others may be whole.
+slices, that of the longest has all n that the scheme has, and their overhead; others may have any number c up to n of
+which the memory holds them. A pack that holds x tokens has c(x) slices at least, and at most the M(c) tokens that fit
+in c. So each of its tokens bears at least r(x) = min c / M(c) slices' overhead, over c from c(x) to n. r grows with x,
+so that others in the pack of the longest, y = M(n) - x tokens at most, bear y r(min(x, y)) of its n, and it the rest.
+If others bear only 1 / M(n) of a slice for each token, which is no more, the longest bears all but y / M(n). T is
+refuted if it is under either rule.
 
 Where plans may recompute any number of layers between those of two candidates, these are in the bound, too: they are
 taken to be no faster than both candidates, and cost what they cost at the lengths that only they hold.
@@ -49,12 +54,18 @@ UPDATE_DIGITS = 3
 """Leading digits by which update times are told apart."""
 TOLERANCE = 1e-4
 """Relative width at which the search for the largest refuted time ends."""
-TABLES = ("device_s", "alone_s", "bubble_s", "least_s", "drained_s")
+TABLES = (
+    "device_s", "alone_s", "bubble_s", "least_s", "drained_s", "light_device_s", "light_least_s", "light_drained_s",
+)  # fmt: skip
 """Of ``_Sequences``, over groups of schemes and lengths."""
+LIGHT = "", "light_"
+"""How tables begin that tell what the longest and others beside it take: of what each bears of overhead, two rules."""
 BACKWARD_SHARE = 2 / 3
 """Of the work of any micro-batch, what its backward takes at least."""
 MARGIN = 1e-9
 """Relative margin of sums of floats, on the side that keeps the bound valid."""
+LOOKED_AT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64)
+"""Slices of packs whose most tokens are looked at; of a number in between, packs hold no more than of the next one."""
 
 
 class SearchSpaceBound:
@@ -91,7 +102,7 @@ class SearchSpaceBound:
         self._tables = tuple(np.full(shape, np.inf) for _ in TABLES)
         for row, members in enumerate(groups.values()):
             for candidate in members:
-                self._add(candidate, row, self._columns(0, candidate.max_tokens), pack_tokens=candidate.max_tokens)
+                self._add(candidate, row, self._columns(0, candidate.max_tokens), roomiest=candidate)
         if any_recompute:
             rows = {candidate: row for row, members in enumerate(groups.values()) for candidate in members}
             for more, fewer in next_fewer(candidates).items():
@@ -102,22 +113,45 @@ class SearchSpaceBound:
         begin, end = np.searchsorted(self._grid, (above, most), side="right").tolist()
         return slice(begin, end)
 
-    def _add(self, candidate: Candidate, row: int, columns: slice, *, pack_tokens: int) -> None:
-        """Lengths of ``columns`` in packs of up to ``pack_tokens``."""
-        for table, values in zip(self._tables, self._costs(candidate, columns, pack_tokens)):
+    def _add(self, candidate: Candidate, row: int, columns: slice, *, roomiest: Candidate) -> None:
+        """Lengths of ``columns`` in packs of up to as many tokens as ``roomiest`` holds."""
+        for table, values in zip(self._tables, self._costs(candidate, columns, roomiest)):
             np.minimum(table[row, columns], values, out=table[row, columns])
 
-    def _costs(self, candidate: Candidate, columns: slice, pack_tokens: int) -> tuple[np.ndarray, ...]:
+    def _costs(self, candidate: Candidate, columns: slice, roomiest: Candidate) -> tuple[np.ndarray, ...]:
         """What ``_Sequences`` calls by the names of ``TABLES``, in their order."""
         grid, num_slices = self._grid[columns], candidate.scheme.slices
         times_s = (candidate.in_slices(1) if num_slices > 1 else candidate).times_s(grid)
-        per_sequence, stages = self._problem.overhead_per_sequence, self._bounding_stages(candidate)
-        slice_s = candidate.overhead_s / num_slices
-        work_s = times_s + (slice_s if per_sequence else slice_s * grid / pack_tokens)
-        longest_s = work_s + (num_slices - 1) * slice_s
+        stages, slice_s = self._bounding_stages(candidate), candidate.overhead_s / num_slices
+        most_tokens = roomiest.max_tokens
+        if self._problem.overhead_per_sequence:
+            work_s = light_s = times_s + slice_s
+            longest_s = work_s + (num_slices - 1) * slice_s
+        else:
+            left = np.maximum(most_tokens - grid, 0)
+            work_s = times_s + slice_s * self._slices_of_token(roomiest, grid) * grid
+            light_s = times_s + slice_s / most_tokens * grid
+            others_s = slice_s * self._slices_of_token(roomiest, np.minimum(grid, left)) * left
+            longest_s = times_s + candidate.overhead_s - others_s
+        with_light_s = light_s + (num_slices - 1) * slice_s
         alone_s, bubble_s = times_s + candidate.overhead_s, (stages - 1.0) * (times_s + slice_s)
-        least_s, drained_s = longest_s + (stages - 1.0) * alone_s, candidate.alone_stages * longest_s
-        return candidate.num_devices * work_s, candidate.alone_stages * alone_s, bubble_s, least_s, drained_s
+        later_s, drained, devices = (stages - 1.0) * alone_s, candidate.alone_stages, candidate.num_devices
+        shared = devices * work_s, drained * alone_s, bubble_s, longest_s + later_s, drained * longest_s
+        return *shared, devices * light_s, with_light_s + later_s, drained * with_light_s
+
+    def _slices_of_token(self, candidate: Candidate, lengths: np.ndarray) -> np.ndarray:
+        """Slices whose overhead a token bears at least that is in one pack with a sequence of each length."""
+        num_slices, limits = candidate.scheme.slices, self._problem.once("most tokens in slices", dict)
+        counts = [*(count for count in LOOKED_AT if count < num_slices), num_slices]
+        for count in counts:
+            if (candidate, count) not in limits:
+                limits[candidate, count] = candidate.in_slices(count).max_tokens
+        most_tokens = np.maximum.accumulate([max(1, limits[candidate, count]) for count in counts])
+        fewest = np.array([1, *(count + 1 for count in counts[:-1])])
+        of_token = np.minimum.accumulate((fewest / most_tokens)[::-1])[::-1]
+        level = np.minimum(np.searchsorted(most_tokens, lengths), len(counts) - 1)
+        bearing: np.ndarray = of_token[level]
+        return bearing
 
     def _bounding_stages(self, candidate: Candidate) -> float:
         return self._problem.bounding_stages(candidate, in_any_order=self._in_any_order)
@@ -129,13 +163,13 @@ class SearchSpaceBound:
         one in the middle, and then each half.
         """
         beyond = self._columns(fewer.max_tokens, more.max_tokens)
-        costs = self._costs(fewer, beyond, more.max_tokens)
+        costs = self._costs(fewer, beyond, more)
         if all((table[row, beyond] <= values).all() for table, values in zip(self._tables, costs)):
-            self._add(fewer, row, self._columns(0, fewer.max_tokens), pack_tokens=more.max_tokens)
+            self._add(fewer, row, self._columns(0, fewer.max_tokens), roomiest=more)
             return
         middle = halfway(fewer, more)
         for candidate in between(fewer, more) if middle is None else (middle,):
-            self._add(candidate, row, self._columns(0, candidate.max_tokens), pack_tokens=candidate.max_tokens)
+            self._add(candidate, row, self._columns(0, candidate.max_tokens), roomiest=candidate)
         if middle is not None:
             self._add_between(fewer, middle, row)
             self._add_between(middle, more, row)
@@ -201,6 +235,12 @@ class _Sequences:
     """[G, C] seconds of a pipeline whose longest it is, to which the work of others comes."""
     drained_s: np.ndarray
     """[G, C] seconds of such a pipeline to which the backwards of others come, their forwards in its waits."""
+    light_device_s: np.ndarray
+    """[G, C] ``device_s`` beside the longest, if that bears more of its pack's overhead."""
+    light_least_s: np.ndarray
+    """[G, C] ``least_s`` if the longest bears more."""
+    light_drained_s: np.ndarray
+    """[G, C] ``drained_s`` if the longest bears more."""
     _least_by_time: dict[float, np.ndarray] = field(init=False, default_factory=dict, repr=False)
 
     def under(self, groups: np.ndarray) -> "_Sequences":
@@ -231,7 +271,7 @@ class _Sequences:
             low_s = max(even_s, float(self.alone_s[host, -1]) * (1 - MARGIN))
 
             def is_refuted(time_s: float, host: int = host) -> bool:
-                return self._hosted_devices(time_s, host) > self._most_devices
+                return any(self._hosted_devices(time_s, host, light) > self._most_devices for light in LIGHT)
 
             if low_s < best_s:
                 best_s = _largest_refuted_s(is_refuted, low_s, best_s)
@@ -252,13 +292,13 @@ class _Sequences:
     def _even_devices(self, time_s: float) -> float:
         return float(self._least_devices(time_s) @ self.counts)
 
-    def _hosted_devices(self, time_s: float, host: int) -> float:
+    def _hosted_devices(self, time_s: float, host: int, light: str) -> float:
         """Devices that all sequences take at least if the longest runs on a pipeline of group ``host``.
 
         What shares its pipeline saves most per second of its room: a fractional knapsack. Room is cheaper as long as
         others have forwards for what the longest waits for.
         """
-        drained_s, least_s = float(self.drained_s[host, -1]), float(self.least_s[host, -1])
+        drained_s, least_s = (float(getattr(self, f"{light}{name}")[host, -1]) for name in ("drained_s", "least_s"))
         num_devices, share = float(self.devices[host]), float(self.shares[host])
         cheap_s = max(0.0, drained_s - least_s) / (1 - share)
         until_s = max(0.0, time_s - drained_s) / share if share else np.inf
@@ -266,7 +306,7 @@ class _Sequences:
         room_s[1] = room_s[1] if room_s[1] > cheap_s else room_s[0]
         elsewhere = np.minimum(self._least_devices(time_s), 2.0 * self.num_devices)
         others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
-        beside = self.device_s[host] / time_s
+        beside = getattr(self, f"{light}device_s")[host] / time_s
         total = float(elsewhere @ others) + num_devices * max(drained_s, least_s) / time_s
         fitting = np.isfinite(beside) & (others > 0) & (elsewhere > share * beside)
         elsewhere, beside, others = elsewhere[fitting], beside[fitting], others[fitting]

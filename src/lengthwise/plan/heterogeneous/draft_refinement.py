@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
+from lengthwise.plan.heterogeneous.fewer_slices import has_slices
 from lengthwise.plan.heterogeneous.local_sequences import LocalSequences
 from lengthwise.plan.heterogeneous.repack import repacked
-from lengthwise.plan.heterogeneous.sliced_moves import has_slices, rearranged
+from lengthwise.plan.heterogeneous.sliced_moves import rearranged
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Family
 from lengthwise.plan.space.draft_plan import DraftPlan

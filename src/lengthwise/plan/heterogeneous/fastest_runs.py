@@ -12,15 +12,13 @@ import numpy as np
 
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import undominated
+from lengthwise.plan.heterogeneous.fewer_slices import cut, has_slices, in_fewer_slices
 from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.draft_times import draft_pipeline_s, pack_times_s, time_s
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.problem import PricedBatch
-from lengthwise.plan.space.sliced_packs import counted_otherwise, smaller_packs, with_fewer_slices
 
-SLICES_OF_PACKS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Slices, as large as those of the longest sequence, that packs of short ones may have in place of many."""
 SLACK = 1e-9
 """Relative, for the rounding of sums."""
 
@@ -69,54 +67,32 @@ class FastestRuns:
     def _staged(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
         """A pipeline of several stages, which runs all its packs as one candidate, or as one in fewer slices."""
         family = pipeline.candidate.family
-        if pipeline.runs:  # as they were chosen here, for instance
+        if pipeline.runs and (pipeline.is_in_order or not has_slices(pipeline)):  # as they were chosen here, maybe
             return pipeline
         if family not in self._alone:
-            self._alone[family] = undominated(self._families[family])
+            self._alone[family] = undominated(self._families.get(family, (pipeline.candidate,)))
         longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
         fitting = [candidate for candidate in self._alone[family] if candidate.max_tokens >= longest]
         if not fitting:
             return pipeline
         best, best_s = pipeline, _time_s(priced, pipeline)
         for candidate in _that_may_beat(priced, pipeline, fitting, best_s):
-            option = replace(pipeline, candidate=candidate)
+            option = _as_candidate(priced, pipeline, candidate)
             if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
                 best, best_s = option, time_s
         fewer = self._next_fewer.get(best.candidate)
         finer = () if fewer is None else between(fewer, best.candidate)
         fewest = next((candidate for candidate in finer if candidate.max_tokens >= longest), None)
-        option = best if fewest is None else replace(best, candidate=fewest)
+        option = best if fewest is None else _as_candidate(priced, best, fewest)
         if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
             best, best_s = option, time_s
-        return _in_fewer_slices(priced, best, best_s) if best.candidate.scheme.slices > 1 else best
+        return in_fewer_slices(priced, best) if has_slices(best) else best
 
 
-def _in_fewer_slices(priced: PricedBatch, pipeline: PipelineDraft, best_s: float) -> PipelineDraft:
-    """The pipeline, or one with other slices of the longest sequence and its short ones in smaller packs of fewer
-    slices, if that is faster.
-    """
-    longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
-    best = pipeline
-    for candidate in (pipeline.candidate, *counted_otherwise([pipeline.candidate])):
-        for num_slices in (None, *SLICES_OF_PACKS) if candidate.max_tokens >= longest else ():
-            option = _cut(priced, replace(pipeline, candidate=candidate), num_slices)
-            if option is not None and (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
-                best, best_s = option, time_s
-    return best
-
-
-def _cut(priced: PricedBatch, pipeline: PipelineDraft, num_slices: float | None) -> PipelineDraft | None:
-    """The pipeline with slices that are as large as those of its longest pack, its short sequences in packs of
-    ``num_slices`` of them; None where such a pack has more tokens than fit.
-    """
-    candidate = pipeline.candidate
-    times_s, tokens = priced.times_s(candidate), np.array(priced.batch.lengths)
-    packs = pipeline.packs if num_slices is None else smaller_packs(candidate, pipeline.packs, times_s, num_slices)
-    works_s, num_tokens = (np.array([values[list(pack)].sum() for pack in packs]) for values in (times_s, tokens))
-    if num_tokens.max() > candidate.max_tokens:
-        return None
-    runs = with_fewer_slices(candidate, works_s, num_tokens)
-    return replace(pipeline, packs=packs, runs=runs)
+def _as_candidate(priced: PricedBatch, pipeline: PipelineDraft, candidate: Candidate) -> PipelineDraft:
+    """The packs of a pipeline as another candidate of its family that holds them, in as few slices as they need."""
+    option = replace(pipeline, candidate=candidate)
+    return (cut(priced, option) if pipeline.runs else None) or option
 
 
 def _that_may_beat(
@@ -126,7 +102,7 @@ def _that_may_beat(
     starts = [0, *accumulate(map(len, pipeline.packs))][:-1]
     positions = list(chain.from_iterable(pipeline.packs))
     sums_s = np.add.reduceat(np.stack([priced.times_s(k)[positions] for k in candidates]), starts, axis=1)
-    times_s = sums_s + np.array([[priced.overhead_s(k)] for k in candidates])
+    times_s = sums_s + np.array([[priced.overhead_s(k) / k.scheme.slices] for k in candidates])
     later = np.array([candidate.least_stages - 1 for candidate in candidates])
     bounds_s = times_s.sum(axis=1) + later * times_s.max(axis=1)
     return [candidate for candidate, bound_s in zip(candidates, bounds_s.tolist()) if bound_s * (1 - SLACK) < limit_s]

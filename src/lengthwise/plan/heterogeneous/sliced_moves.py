@@ -10,6 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
+from lengthwise.plan.heterogeneous.fewer_slices import has_slices
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, runs_of
 from lengthwise.plan.space.draft_times import draft_pipeline_s, issue_order, pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
@@ -37,11 +38,6 @@ Move = Callable[[list[CutPack], int, Random], list[CutPack]]
 def rearranged(priced: PricedBatch, draft: DraftPlan, *, most_s: float) -> DraftPlan:
     """The draft plan with packs in slices moved where pipelines end sooner, in about ``most_s`` seconds."""
     return replace(draft, phases=tuple([_phase(priced, phase, most_s / len(draft.phases)) for phase in draft.phases]))
-
-
-def has_slices(pipeline: PipelineDraft) -> bool:
-    """Whether packs of the pipeline are cut into slices, and may be moved."""
-    return pipeline.candidate.scheme.slices > 1 and bool(pipeline.packs) and not pipeline.padded_to
 
 
 def _phase(priced: PricedBatch, phase: Phase, most_s: float) -> Phase:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.plan.heterogeneous.fewer_slices import in_usual_slices
 from lengthwise.plan.solve.shop import Machines, ShopSchedule
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
@@ -82,8 +83,12 @@ class PlacedStrategy:
         self.tiles = tuple(tiles)
         self.max_length = max(tile.max_length for tile in tiles)
         self._machines = [tile.machines(problem) for tile in tiles]
-        self._bounding = [
-            replace(machines, stages=problem.bounding_stages(tile.candidate))
+        self._bounding = [  # packs of short sequences may have one slice
+            replace(
+                machines,
+                stages=problem.bounding_stages(tile.candidate),
+                setup=machines.setup / tile.candidate.scheme.slices,
+            )
             for machines, tile in zip(self._machines, tiles)
         ]
         counts = [(tile.candidate, tile.count) for tile in tiles]
@@ -154,6 +159,7 @@ class PlacedStrategy:
         is_sum = self._bounding == self._machines and not is_split and not isinstance(self.problem.cost, OverlappedCost)
         if is_sum or self.problem.lattice is not None:
             return phase, assignment.makespan
+        phase = tuple([in_usual_slices(priced, pipeline) for pipeline in phase])
         return phase, sum(step_times_s(priced, DraftPlan(phases=(phase,)))) - self.update_s
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:

@@ -109,8 +109,10 @@ def make_workload(
     work_s = np.stack(
         [np.asarray(candidate.times_s(np.rint(means).astype(np.int64)), dtype=np.float64) for candidate in candidates]
     )
-    work_s[ends > np.array([[candidate.max_tokens] for candidate in candidates])] = np.inf
     per_sequence = problem.overhead_per_sequence
+    if not per_sequence:
+        overheads_s, work_s = _by_slices(candidates, overheads_s, work_s)
+    work_s[ends > np.array([[candidate.max_tokens] for candidate in candidates])] = np.inf
     return Workload(
         candidates=tuple(candidates),
         num_devices=problem.num_devices,
@@ -123,6 +125,18 @@ def make_workload(
         util_tokens=np.array([candidate.cost.util_tokens(candidate.scheme) for candidate in candidates]),
         update_s=np.array([candidate.update_s for candidate in candidates]),
     )
+
+
+def _by_slices(
+    candidates: Sequence[ProposedCandidate], overheads_s: np.ndarray, work_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """[K] overheads and [K, C] work, those of a micro-batch in slices where packs have as many as their work needs.
+
+    Each has one slice, and the others in proportion: all of the scheme where it takes as long as the longest sequence.
+    """
+    slices = np.array([candidate.scheme.slices for candidate in candidates])
+    more_s = (overheads_s - overheads_s / slices)[:, None] * work_s / work_s.max(axis=1, keepdims=True)
+    return overheads_s / slices, work_s + more_s
 
 
 def _class_ends(lengths: np.ndarray, limits: Sequence[int]) -> np.ndarray:
