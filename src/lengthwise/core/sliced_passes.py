@@ -8,12 +8,13 @@ micro-batch in its backward, and of what comes next as many as 1F1B is ahead, as
 S stages, N slices of all micro-batches in issue order; a micro-batch that is not cut is one slice.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
+
+import numpy as np
 
 from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pass_order import Pass, PassKind
@@ -205,9 +206,14 @@ class _Slices:
         self.backwards, self._times, self._kept_bytes = _backwards(counts), times, kept_bytes
         self._limit_bytes, self._num_stages = limit_bytes, num_stages
         self._most_bytes = max((sum(kept_bytes[end - count : end]) for count, end in zip(counts, ends)), default=0)
-        self._kept_until = [0, *accumulate(kept_bytes)]
-        self._until_s = [0.0, *accumulate(times.forwards_s)]
+        self._kept_until = np.array([0, *accumulate(kept_bytes)], dtype=np.int64)
+        self._until_s = np.array([0.0, *accumulate(times.forwards_s)])
         """Of the forwards before each one."""
+        self._awaited_s = np.array([times.forwards_s[number] for number in self.backwards])
+        """Of the forward of the slice of each backward."""
+        freed_bytes = accumulate((kept_bytes[number] for number in self.backwards), initial=0)
+        self._freed_bytes = np.array([*freed_bytes][:-1], dtype=np.int64)
+        """By the backwards before each one."""
         self.needed = [end for count, end in zip(counts, ends) for _ in range(count)]
 
     def fastest(self, limit_s: float = inf) -> tuple[float, Sequence[Sequence[int]]]:
@@ -219,7 +225,8 @@ class _Slices:
         eager, lazy = self.last_stage(), self.needed
         rules = [(eager, multiple) for multiple in MULTIPLES]
         rules += [(lazy, multiple) for multiple in MULTIPLES if lazy != eager]
-        options = list(dict.fromkeys(tuple(map(tuple, self.stages(last, multiple))) for last, multiple in rules))
+        of_rules = (self._stages(last, multiple) for last, multiple in rules)
+        options = [stages.tolist() for stages in {stages.tobytes(): stages for stages in of_rules}.values()]
         best_s, best = inf, options[0]
         for option in options:
             if (end_s := self._end_s(option, min(best_s, limit_s))) < best_s:
@@ -244,13 +251,13 @@ class _Slices:
         end_s = max((stage.now_s for stage in stages), default=0.0)
         return end_s if end_s < limit_s else inf
 
-    def stages(self, last: list[int], multiple: float) -> list[list[int]]:
-        """The forwards of every stage, the last first, whose own are given."""
-        stages, largest = [last], max(self._kept_bytes, default=0)
+    def _stages(self, last: Sequence[int], multiple: float) -> np.ndarray:
+        """[S, N] the forwards of every stage, the last first, whose own are given."""
+        stages, largest = [np.array(last, dtype=np.int64)], max(self._kept_bytes, default=0)
         for behind in range(1, self._num_stages):
             may_keep = min(self._limit_bytes, self._most_bytes + behind * largest)
             stages.append(self._before(stages[-1], multiple, may_keep))
-        return stages
+        return np.stack(stages)
 
     def last_stage(self) -> list[int]:
         """The forwards of the last stage where it runs one more than it needs whenever there is room."""
@@ -269,17 +276,13 @@ class _Slices:
             forwards_before.append(num_forwards)
         return forwards_before
 
-    def _before(self, behind: Sequence[int], multiple: float, limit_bytes: int) -> list[int]:
-        """The forwards of a stage; ``behind``: those of the stage behind it."""
-        forwards_s, kept_until, until_s = self._times.forwards_s, self._kept_until, self._until_s
-        forwards_before: list[int] = []
-        num_forwards, freed_bytes = 0, 0
-        for number, least in zip(self.backwards, behind):
-            in_memory = bisect_right(kept_until, limit_bytes + freed_bytes) - 1
-            in_time = bisect_right(until_s, until_s[least] + (multiple + TOLERANCE) * forwards_s[number]) - 1
-            num_forwards = max(num_forwards, least, min(in_memory, max(in_time, least + 1)))
-            freed_bytes += self._kept_bytes[number]
-            forwards_before.append(num_forwards)
+    def _before(self, behind: np.ndarray, multiple: float, limit_bytes: int) -> np.ndarray:
+        """[N] the forwards of a stage; ``behind``: those of the stage behind it."""
+        in_memory = np.searchsorted(self._kept_until, limit_bytes + self._freed_bytes, side="right") - 1
+        until_s = self._until_s[behind] + (multiple + TOLERANCE) * self._awaited_s
+        in_time = np.searchsorted(self._until_s, until_s, side="right") - 1
+        wanted = np.maximum(behind, np.minimum(in_memory, np.maximum(in_time, behind + 1)))
+        forwards_before: np.ndarray = np.maximum.accumulate(wanted)
         return forwards_before
 
 
