@@ -13,7 +13,7 @@ from lengthwise.core.one_f_one_b import PassTimes, run_stages
 from lengthwise.core.pass_order import PassKind, PipelineSchedule, issue_order
 from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
-from lengthwise.core.sliced_passes import forwards_first, sliced_end_s, sliced_orders, slices_of
+from lengthwise.core.sliced_passes import forwards_first, sliced_end, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.core.zero_bubble import pass_orders, pass_times
 
@@ -123,9 +123,11 @@ def test_the_end_of_orders_is_that_of_their_passes_and_is_told_only_below_a_limi
     found = sliced_orders(counts, times, kept_bytes, **bounds)
     runs = run_stages([times] * line.scheme.num_stages, orders=found.orders)
     assert found.end_s == max(passes[-1].end_s for passes in runs)
-    assert sliced_end_s(counts, times, kept_bytes, **bounds) == found.end_s
+    fastest = sliced_end(counts, times, kept_bytes, **bounds)
+    assert fastest.end_s == found.end_s
+    assert sliced_end(counts, times, kept_bytes, **bounds, rules=(fastest.rule,)) == fastest
     limit_s = share * found.end_s
-    told_s = sliced_end_s(counts, times, kept_bytes, **bounds, limit_s=limit_s)
+    told_s = sliced_end(counts, times, kept_bytes, **bounds, limit_s=limit_s).end_s
     assert told_s == (found.end_s if found.end_s < limit_s else float("inf"))
 
 

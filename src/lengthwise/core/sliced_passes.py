@@ -22,8 +22,18 @@ from lengthwise.core.step_plan import Pipeline
 
 TOLERANCE = 1e-6
 """Relative, of sums of seconds that are equal but for rounding."""
-MULTIPLES = (1, 2, 5)
-"""Of a forward, for how long stages compute later ones while they wait for its slice's gradient."""
+
+
+class Rule(NamedTuple):
+    """How many forwards stages run before each backward; see :func:`sliced_orders`."""
+
+    is_eager: bool
+    """Whether the last stage runs one more than it needs where there is room."""
+    multiple: int
+    """Of a forward, for how long stages compute later ones while they wait for its slice's gradient."""
+
+
+RULES = tuple(Rule(is_eager, multiple) for is_eager in (True, False) for multiple in (1, 2, 5))
 
 
 def largest_share(num_slices: int) -> float:
@@ -98,6 +108,13 @@ def is_sliced(pipeline: Pipeline) -> bool:
     return any(micro_batch.slices for micro_batch in pipeline.micro_batches)
 
 
+class SlicedEnd(NamedTuple):
+    """When the last pass ends, and under which rule; inf where that is no sooner than what was asked for."""
+
+    end_s: float
+    rule: Rule
+
+
 class SlicedOrders(NamedTuple):
     """The passes of each stage in order, by the number of the slice, and when the last of them ends."""
 
@@ -123,11 +140,11 @@ def sliced_orders(
         num_stages: of the pipeline.
     """
     pipeline = _Slices(counts, times, kept_bytes, limit_bytes, num_stages)
-    end_s, stages = pipeline.fastest()
+    (end_s, _), stages = pipeline.fastest()
     return SlicedOrders(end_s, tuple(_order(forwards, pipeline.backwards) for forwards in reversed(stages)))
 
 
-def sliced_end_s(
+def sliced_end(
     counts: Sequence[int],
     times: PassTimes,
     kept_bytes: Sequence[int],
@@ -135,9 +152,12 @@ def sliced_end_s(
     limit_bytes: int,
     num_stages: int,
     limit_s: float = inf,
-) -> float:
-    """When the last pass of :func:`sliced_orders` ends; inf if that is no sooner than ``limit_s``, found out faster."""
-    return _Slices(counts, times, kept_bytes, limit_bytes, num_stages).fastest(limit_s)[0]
+    rules: Sequence[Rule] = RULES,
+) -> SlicedEnd:
+    """When the last pass of :func:`sliced_orders` ends under ``rules``, found out faster where that is no sooner than
+    ``limit_s``.
+    """
+    return _Slices(counts, times, kept_bytes, limit_bytes, num_stages).fastest(limit_s, rules)[0]
 
 
 def forwards_first(counts: Sequence[int], num_stages: int) -> tuple[tuple[Pass, ...], ...]:
@@ -216,22 +236,25 @@ class _Slices:
         """By the backwards before each one."""
         self.needed = [end for count, end in zip(counts, ends) for _ in range(count)]
 
-    def fastest(self, limit_s: float = inf) -> tuple[float, Sequence[Sequence[int]]]:
-        """When the last pass ends under the fastest rule, and the forwards that it lets each stage run, the last first;
-        inf where no rule ends before ``limit_s``.
-        """
+    def fastest(self, limit_s: float = inf, rules: Sequence[Rule] = RULES) -> tuple[SlicedEnd, Sequence[Sequence[int]]]:
+        """When the last pass ends under the fastest rule, and the forwards that each stage runs, the last first."""
         if self._num_stages == 1:
-            return self._end_s([self.needed], limit_s), [self.needed]
-        eager, lazy = self.last_stage(), self.needed
-        rules = [(eager, multiple) for multiple in MULTIPLES]
-        rules += [(lazy, multiple) for multiple in MULTIPLES if lazy != eager]
-        of_rules = (self._stages(last, multiple) for last, multiple in rules)
-        options = [stages.tolist() for stages in {stages.tobytes(): stages for stages in of_rules}.values()]
-        best_s, best = inf, options[0]
-        for option in options:
-            if (end_s := self._end_s(option, min(best_s, limit_s))) < best_s:
-                best_s, best = end_s, option
-        return best_s, best
+            return SlicedEnd(self._end_s([self.needed], limit_s), rules[0]), [self.needed]
+        lasts = {
+            is_eager: self.last_stage() if is_eager else self.needed for is_eager in {rule.is_eager for rule in rules}
+        }
+        seen: dict[bytes, list[list[int]]] = {}
+        best: SlicedEnd | None = None
+        for rule in rules:
+            stages = self._stages(lasts[rule.is_eager], rule.multiple)
+            if (key := stages.tobytes()) in seen:
+                continue
+            seen[key] = stages.tolist()
+            end_s = self._end_s(seen[key], min(best.end_s if best else inf, limit_s))
+            if best is None or end_s < best.end_s:
+                best, orders = SlicedEnd(end_s, rule), seen[key]
+        assert best is not None, "there are rules"
+        return best, orders
 
     def _end_s(self, forwards_before: Sequence[Sequence[int]], limit_s: float) -> float:
         """When the last pass ends, inf where that is seen to be no sooner than ``limit_s``; ``forwards_before``: of the

@@ -18,7 +18,7 @@ from lengthwise.plan.space.sliced_packs import (
     FEWEST_TOKENS,
     Slices,
     cut_pack,
-    sliced_pipeline_s,
+    sliced_pipeline_end,
     smaller_packs,
     with_fewer_slices,
     with_slices,
@@ -79,7 +79,7 @@ def test_a_pipeline_of_slices_takes_no_less_than_its_bound_and_no_longer_than_pa
     option = SLICED[count]
     lengths = sorted(packs, key=lambda pack: -float(option.times_s(np.array(pack)).sum()))
     times_s = [float(option.times_s(np.array(pack)).sum()) + option.overhead_s for pack in lengths]
-    end_s = sliced_pipeline_s([option] * len(lengths), lengths, times_s)
+    end_s = sliced_pipeline_end([option] * len(lengths), lengths, times_s).end_s
     certain_s = sum(times_s) + (option.least_stages - 1) * times_s[0]
     alone_s = option.alone_stages * times_s[0] + 2 / 3 * sum(times_s[1:])
     assert max(certain_s, alone_s) * (1 - 1e-9) <= end_s <= 4 * sum(times_s) * (1 + 1e-9)

@@ -7,18 +7,20 @@ pipeline. So moves are drawn, and those are kept that end the pipeline sooner.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import NamedTuple
 
+from lengthwise.core.sliced_passes import RULES, Rule, SlicedEnd
 from lengthwise.plan.heterogeneous.fewer_slices import has_slices
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, runs_of
 from lengthwise.plan.space.draft_times import draft_pipeline_s, issue_order, pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
-from lengthwise.plan.space.sliced_packs import COUNTS_BETWEEN
+from lengthwise.plan.space.sliced_packs import COUNTS_BETWEEN, sliced_pipeline_end
 
-MOST_TRIED = 400
+MOST_TRIED = 1500
 """Moves that are drawn for a draft plan."""
-TRY_S = 6e-6
+TRY_S = 1.7e-6
 """About the seconds of pricing a move, for each slice and stage."""
 GAIN = 1e-9
 """Relative gain that is worth a move: beyond rounding."""
@@ -72,19 +74,26 @@ class _Moves:
         """Slices that the longest sequence may have, no pack having more: those of schemes that a bound knows."""
 
     def fastest(self, num_tried: int) -> tuple[PipelineDraft, float]:
-        """The pipeline after the moves that helped, and its seconds."""
+        """The pipeline after the moves that helped, and its seconds.
+
+        Moves are looked at under the rule that is the fastest one for the pipeline before them.
+        """
         random = Random(0)  # every rank plans the same
+        rule = self._end(self._drafted(self._packs) or self._pipeline, RULES).rule
         for _ in range(num_tried):
             move = random.choices(MOVES, WEIGHTS)[0]
             packs = move(self._packs, random.randrange(len(self._packs)), random)
             option = self._drafted([CutPack(self._sorted(positions), slices) for positions, slices in packs])
-            if option is None:
-                continue
-            times_s = pack_times_s(self._priced, option)
-            option_s = draft_pipeline_s(self._priced, option, times_s, limit_s=self._time_s * (1 - GAIN))[0]
-            if option_s < self._time_s * (1 - GAIN):
-                self._pipeline, self._time_s, self._packs = option, option_s, packs
+            limit_s = self._time_s * (1 - GAIN)
+            if option is not None and self._end(option, (rule,), limit_s).end_s < limit_s:
+                self._pipeline, self._packs = option, packs
+                self._time_s, rule = self._end(option, RULES)
         return self._pipeline, self._time_s
+
+    def _end(self, pipeline: PipelineDraft, rules: Sequence[Rule], limit_s: float = inf) -> SlicedEnd:
+        lengths = [[self._lengths[position] for position in pack] for pack in pipeline.packs]
+        times_s = pack_times_s(self._priced, pipeline)
+        return sliced_pipeline_end(runs_of(pipeline), lengths, times_s, limit_s=limit_s, rules=rules)
 
     def _sorted(self, positions: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(positions, key=lambda position: (-self._lengths[position], position)))

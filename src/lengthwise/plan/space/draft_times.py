@@ -27,7 +27,7 @@ from lengthwise.plan.space.draft_plan import (
 )
 from lengthwise.plan.space.placed_sequences import PlacedPack, place_sequences
 from lengthwise.plan.space.problem import PricedBatch
-from lengthwise.plan.space.sliced_packs import sliced_pipeline_s
+from lengthwise.plan.space.sliced_packs import sliced_pipeline_end
 
 
 def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
@@ -198,7 +198,7 @@ def draft_pipeline_s(
         ordered = [runs[k] for k in order]
         parts_s = [time_s / run.scheme.slices for time_s, run in zip(ordered_s, ordered)]
         cover_s = update_cover_s(parts_s, [runs[k].forwards for k in order])
-        return sliced_pipeline_s(ordered, lengths, ordered_s, limit_s=limit_s), cover_s
+        return sliced_pipeline_end(ordered, lengths, ordered_s, limit_s=limit_s).end_s, cover_s
     ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
     of_packs_s = weight_times_s(priced, pipeline, times_s) if _is_split(pipeline) else []
     weights_s = [of_packs_s[k] for k in order] if of_packs_s else []

@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.core.one_f_one_b import PassTimes
 from lengthwise.core.pipeline_config import SLICE_METHODS, PipelineConfig, WeightPlacement
 from lengthwise.core.planned_micro_batch import PlannedSlice
-from lengthwise.core.sliced_passes import kept_bytes_of, largest_share, sliced_end_s
+from lengthwise.core.sliced_passes import RULES, Rule, SlicedEnd, kept_bytes_of, largest_share, sliced_end
 from lengthwise.plan.space.candidate import Candidate, most_tokens
 
 
@@ -152,16 +152,23 @@ def cut_pack(candidate: Candidate, lengths: Sequence[int], time_s: float) -> tup
     They have equal work as far as none has more than :func:`largest_share` of the tokens, which no first slice would.
     A pack of few tokens has fewer, so that each rank of a stage has some of every slice; none if it is not cut.
     """
-    num_slices = min(candidate.scheme.slices, sum(lengths) // FEWEST_TOKENS)
-    while num_slices > 1:
-        sizes, shares = _cuts(candidate, tuple(lengths), num_slices)
-        if min(sizes) >= candidate.scheme.degree:
-            return tuple(PlannedSlice(size, time_s * share) for size, share in zip(sizes, shares))
-        num_slices //= 2
-    return ()
+    sizes, shares = _sizes_and_shares(candidate, tuple(lengths))
+    return tuple(PlannedSlice(size, time_s * share) for size, share in zip(sizes, shares)) if len(sizes) > 1 else ()
 
 
 @lru_cache(maxsize=MOST_KEPT)
+def _sizes_and_shares(candidate: Candidate, lengths: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Tokens of each slice of a pack, and their shares of the work; of all of it where it is not cut."""
+    num_tokens = sum(lengths)
+    num_slices = min(candidate.scheme.slices, num_tokens // FEWEST_TOKENS)
+    while num_slices > 1:
+        sizes, shares = _cuts(candidate, lengths, num_slices)
+        if min(sizes) >= candidate.scheme.degree:
+            return sizes, shares
+        num_slices //= 2
+    return (num_tokens,), (1.0,)
+
+
 def _cuts(candidate: Candidate, lengths: tuple[int, ...], num_slices: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Tokens of each slice, and their shares of the work."""
     whole_s = candidate.times_s(np.array(lengths))
@@ -248,31 +255,42 @@ def smaller_packs(
     return (*((position,) for position in long), *map(tuple, filter(None, parts)))
 
 
-def sliced_pipeline_s(
+@lru_cache(maxsize=MOST_KEPT)
+def _kept_bytes(candidate: Candidate, lengths: tuple[int, ...]) -> tuple[int, list[int]]:
+    """What a pack takes above the model state, and what each stage keeps of each of its slices."""
+    peak_bytes = int(candidate.peak_bytes(np.array([sum(lengths)]))[0])
+    above_state = max(0, peak_bytes - candidate.state_bytes)
+    sizes, _ = _sizes_and_shares(candidate, lengths)
+    return above_state, kept_bytes_of(sizes, above_state, candidate.num_stages)
+
+
+def sliced_pipeline_end(
     runs: Sequence[Candidate],
     lengths: Sequence[Sequence[int]],
     times_s: Sequence[float],
     *,
     limit_s: float = inf,
-) -> float:
+    rules: Sequence[Rule] = RULES,
+) -> SlicedEnd:
     """Seconds from the first forward to the last backward of packs in slices, in issue order; inf if not below a limit.
 
     Args:
         runs: the candidate that each pack runs as, alike but for slices.
-        lengths: of the sequences of each pack, padding included.
+        lengths: of the sequences of each pack, padding included, the longest first.
         times_s: seconds of each pack on one stage.
         limit_s: seconds at which nobody wants to know more.
+        rules: by which the passes may be ordered.
     """
-    num_stages, state = runs[0].num_stages, runs[0].state_bytes
-    counts, kept_bytes, slices_s, forwards_s, most_bytes = [], list[int](), list[float](), list[float](), 0
-    for run, of_pack, time_s in zip(runs, lengths, times_s):
-        above_state = max(0, int(run.peak_bytes(np.array([sum(of_pack)]))[0]) - state)
-        slices = cut_pack(run, of_pack, time_s) or (PlannedSlice(sum(of_pack), time_s),)
-        sizes = [part.num_tokens for part in slices]
-        counts.append(len(slices))
-        most_bytes = max(most_bytes, above_state)
-        kept_bytes += kept_bytes_of(sizes, above_state, num_stages)
-        slices_s += [part.time_s for part in slices]
-        forwards_s += [part.time_s / run.forwards for part in slices]
+    counts, kept_bytes, slices_s, forwards_s, limit_bytes = [], list[int](), list[float](), list[float](), 0
+    for run, of_pack, time_s in zip(runs, map(tuple, lengths), times_s):
+        _, shares = _sizes_and_shares(run, of_pack)
+        above_state, kept_of_pack = _kept_bytes(run, of_pack)
+        counts.append(len(shares))
+        limit_bytes = max(limit_bytes, above_state)
+        kept_bytes += kept_of_pack
+        slices_s += [time_s * share for share in shares]
+        forwards_s += [time_s * share / run.forwards for share in shares]
     times = PassTimes(forwards_s, [time_s - forward_s for time_s, forward_s in zip(slices_s, forwards_s)])
-    return sliced_end_s(counts, times, kept_bytes, limit_bytes=most_bytes, num_stages=num_stages, limit_s=limit_s)
+    return sliced_end(
+        counts, times, kept_bytes, limit_bytes=limit_bytes, num_stages=runs[0].num_stages, limit_s=limit_s, rules=rules
+    )
