@@ -16,7 +16,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, runs_of
 from lengthwise.plan.space.draft_times import time_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
-from lengthwise.plan.space.sliced_packs import COUNTS_BETWEEN, Slices
+from lengthwise.plan.space.sliced_packs import COUNTS_BETWEEN, Slices, in_slices
 from lengthwise.sim.engine import simulate
 from tests.plan.costs import make_batch
 
@@ -64,6 +64,26 @@ def test_without_time_nothing_moves(priced, draft):
     assert rearranged(priced, draft, most_s=0.0).phases[0][0] is draft.phases[0][0]
 
 
+def test_sequences_move_to_the_pipeline_that_ends_first(priced):
+    """Two equal pipelines, one of which has but a short sequence."""
+    halves = [k for k in in_slices(priced.problem.candidates) if (k.num_devices, k.scheme.slices) == (16, 16)]
+    candidate = max(halves, key=lambda option: option.max_tokens)
+    assert candidate.max_tokens >= LENGTHS[0]
+    packs = ((0,), (1, 2), (3, 4), *((k,) for k in range(5, 21))), ((21,),)
+    uneven = DraftPlan(
+        phases=(
+            tuple(
+                PipelineDraft(candidate=candidate, ranks=tuple(range(16 * number, 16 * number + 16)), packs=of_pipeline)
+                for number, of_pipeline in enumerate(packs)
+            ),
+        )
+    )
+    moved = rearranged(priced, uneven, most_s=4.0)
+    of_pipelines = [sorted(chain.from_iterable(pipeline.packs)) for pipeline in moved.phases[0]]
+    assert sorted(chain.from_iterable(of_pipelines)) == list(range(len(LENGTHS))) and len(of_pipelines[1]) > 1
+    assert time_s(priced, moved) < time_s(priced, uneven) * 0.9
+
+
 @pytest.mark.parametrize("move", sliced_moves.MOVES)
 def test_a_move_loses_no_sequence_and_leaves_no_pack_empty(move):
     random = sliced_moves.Random(0)
@@ -72,6 +92,16 @@ def test_a_move_loses_no_sequence_and_leaves_no_pack_empty(move):
         after = move(packs, number % len(packs), random)
         assert sorted(chain.from_iterable(positions for positions, _ in after)) == list(range(6))
         assert all(positions and slices >= 1 for positions, slices in after)
+
+
+def test_a_shift_loses_no_sequence_and_leaves_no_pack_empty():
+    random = sliced_moves.Random(0)
+    first = [sliced_moves.CutPack((0, 1, 2), 4), sliced_moves.CutPack((3,), 2)]
+    for others in ([], [sliced_moves.CutPack((4, 5), 1)]):
+        for _ in range(100):
+            after = list(chain.from_iterable(sliced_moves._shifted(first, others, random)))
+            assert sorted(chain.from_iterable(positions for positions, _ in after)) == list(range(4 + 2 * len(others)))
+            assert all(positions and slices >= 1 for positions, slices in after)
 
 
 def test_auto_moves_packs_where_plans_have_slices_and_the_simulator_takes_as_long(priced, monkeypatch):
