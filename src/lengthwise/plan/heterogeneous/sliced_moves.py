@@ -150,8 +150,8 @@ class _Moves:
         return tuple(sorted(positions, key=lambda position: (-self._lengths[position], position)))
 
     def _drafted(self, packs: list[CutPack]) -> PipelineDraft | None:
-        """The pipeline with these packs in this order; None without any, and where one has more tokens than fit, or slices
-        of a number that no scheme has.
+        """The pipeline with these packs in this order; None where one has more tokens than fit, or slices of a number
+        that no scheme has, and where there is none.
         """
         if not packs:
             return None
