@@ -50,11 +50,13 @@ def test_hours_of_work_without_a_checkpoint_are_warned_of_once(train, step_time_
 def test_a_disk_without_room_for_the_checkpoints_to_come_is_warned_of(
     tmp_path, monkeypatch, free_gib, num_there, words
 ):
-    for step in range(num_there):
-        checkpoint = tmp_path / "checkpoints" / f"step_{step:08d}"
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text("{}")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * GIB)))
-    warning = space_warning(RunFolder(tmp_path), num_bytes=GIB, keep=2)
+    trainer = SimpleNamespace(
+        folder=RunFolder(tmp_path),
+        checkpoint_bytes=GIB,
+        config=SimpleNamespace(train=SimpleNamespace(keep_checkpoints=2)),
+        counted_checkpoints=[None] * num_there,
+    )
+    warning = space_warning(trainer)
     assert (warning is None) == (words is None)
     assert words is None or words in warning

@@ -247,6 +247,21 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_their_names(cop
         file.write_bytes(file.read_bytes()[:-9])
     refused = lengthwise("train", "--resume", copied, "--fall-back", "train.steps=6", expected=2)
     assert "All of step_00000004, step_00000002 are damaged" in refused.stderr and "Traceback" not in refused.stderr
+    assert "beside it" not in refused.stderr
+
+
+def test_a_damaged_checkpoint_costs_no_intact_one_its_place(copied):
+    damaged, intact = candidates(copied / "checkpoints")
+    file = max(damaged.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-9])
+    more = ("train.keep_checkpoints=2", "train.checkpoint_every=0")
+    told = lengthwise("train", "--resume", copied, "--fall-back", "train.steps=5", *more).stderr
+    assert f"left as they are, until the run saves the same step: {damaged.name}; the run does not go on from" in told
+    assert [path.name for path in candidates(copied / "checkpoints")] == ["step_00000005", damaged.name, intact.name]
+    lengthwise("train", "--resume", copied, "train.steps=6", *more)
+    kept = candidates(copied / "checkpoints")
+    assert [path.name for path in kept] == ["step_00000006", "step_00000005", damaged.name]
+    verify(kept[1])
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl"])

@@ -3,13 +3,14 @@
 import shutil
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.run_config import TrainConfig
 from lengthwise.core.atomic_write import shown
-from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.wording import bytes_in_words
-from lengthwise.runtime.state.checkpoint_files import candidates
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.train.trainer import TrainingLoop
 
 NUM_STEPS = 3
 """Steps after which their duration is known well enough; the first is slower than others."""
@@ -19,12 +20,14 @@ OFTEN_S = 1800.0
 """Between checkpoints, as advised."""
 
 
-def space_warning(folder: RunFolder, *, num_bytes: int, keep: int) -> str | None:
-    """A warning if the disk has no room for the checkpoints to come, of ``num_bytes`` each; None if it has.
+def space_warning(trainer: "TrainingLoop") -> str | None:
+    """A warning if the disk has no room for the checkpoints of a run to come; None if it has.
 
     One more than those that are kept is on the disk while the newest is written, and one that is only just known good.
     """
-    num_more = max(1, keep + 1 - len(candidates(folder.checkpoints)))
+    folder, num_bytes = trainer.folder, trainer.checkpoint_bytes
+    keep = trainer.config.train.keep_checkpoints
+    num_more = max(1, keep + 1 - len(trainer.counted_checkpoints))
     free = shutil.disk_usage(folder.path).free
     if free >= num_more * num_bytes:
         return None

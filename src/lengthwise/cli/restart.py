@@ -19,7 +19,7 @@ from lengthwise.config.run_config import Config, load_saved
 from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
+from lengthwise.runtime.state.checkpoint_files import DamagedCheckpoint, latest, outlook, step_of
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
@@ -221,22 +221,28 @@ class ResumePoint:
             none = f"no checkpoint is complete yet (train.checkpoint_every={every}: fewer steps lose less)"
             where = f"from {paths[0].name}" if paths else f"from the first step: {none}"
             sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
-        first: InputError | None = None
+        problem = ""
         for path, older in zip(paths, [*paths[1:], None]):
             error = _try(trainer, path, world)
             if error is None:
-                if first is not None and world.is_first:
-                    sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
+                if problem and world.is_first:
+                    sys.stderr.write(f"warning: {problem}. Going on from an older one: {path}\n")
                 if self.resume and world.is_first:
-                    sys.stderr.write(f"{_way_on(trainer)} (checkpoint {shown(path)})\n")
+                    sys.stderr.write(f"{_way_on(trainer)} (checkpoint {shown(path)})\n{_left_alone(trainer)}")
                 return
             if not broadcast_json(world, world.is_first and _is_damaged(path)):
                 raise error
-            first = first or error
+            words = error.problem if isinstance(error, DamagedCheckpoint) else str(error)
+            problem = problem or words
+            if not self.fall_back and older is not None:
+                raise InputError(
+                    f"{words}. With --fall-back, {older.name} is used instead, or one before it if need be"
+                )
             if not self.fall_back:
-                raise InputError(f"{error}. With --fall-back, {older.name} is used instead" if older else str(error))
-        if first is not None:
-            raise InputError(f"{first}. All of {', '.join(path.name for path in paths)} are damaged")
+                raise error
+        if problem:
+            all_names = ", ".join(path.name for path in paths)
+            raise InputError(f"{problem}. All of {all_names} are damaged, so that the run has to be started anew")
 
     def _checkpoints(self) -> list[Path]:
         """The latest complete checkpoint and those before it; all there are if it cannot be told and falling back."""
@@ -264,17 +270,34 @@ def _way_on(trainer: "TrainingLoop") -> str:
     return f"nothing is left to train: {why}"
 
 
+def _left_alone(trainer: "TrainingLoop") -> str:
+    """A line that names the checkpoints that did not lead to where the run goes on; empty if there are none."""
+    from lengthwise.runtime.state import checkpoint
+
+    counted = trainer.counted_checkpoints
+    others = [path.name for path in checkpoint.candidates(trainer.folder.checkpoints) if path not in counted]
+    if not others:
+        return ""
+    return (
+        f"left as they are, until the run saves the same step: {', '.join(others)}; the run does not go on from them, "
+        "so they do not count toward train.keep_checkpoints. Remove them once you need them no more\n"
+    )
+
+
 def _try(trainer: "TrainingLoop", path: Path, world: "DistContext") -> InputError | None:
     """Resume from ``path``; the error that any rank met, the same on all of them."""
     from lengthwise.runtime.comm.objects import gather_json
 
-    message = None
+    refusal = None
     try:
         trainer.resume(path)
     except InputError as error:
-        message = str(error)
-    first = next((words for words in gather_json(world, message) if words is not None), None)
-    return None if first is None else InputError(first)
+        refusal = str(error), error.problem if isinstance(error, DamagedCheckpoint) else ""
+    first = next((words for words in gather_json(world, refusal) if words is not None), None)
+    if first is None:
+        return None
+    message, problem = first
+    return DamagedCheckpoint(message, problem=problem) if problem else InputError(message)
 
 
 def _is_damaged(path: Path) -> bool:

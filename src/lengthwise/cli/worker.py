@@ -219,8 +219,7 @@ def _train(
                 check_plans_fit(parts.planner, config, spec, cluster)
             check_plans_of_run(config, parts.planner, corpus, first_step=trainer.next_step)
         if world.is_first:
-            num_bytes = trainer.checkpoint_bytes
-            if warning := space_warning(start.folder, num_bytes=num_bytes, keep=config.train.keep_checkpoints):
+            if warning := space_warning(trainer):
                 stderr().print(warning, soft_wrap=True)
             # not before: a refused run leaves a folder as it was; so does one of which nothing is left to train
             if not (trainer.is_done and start.folder.config.is_file()):

@@ -219,7 +219,7 @@ def test_every_rank_refuses_a_damaged_checkpoint_and_names_the_file(ranks, intac
         file.write_bytes(original)
     assert len(set(told)) == 1
     assert told[0].startswith(f"{file} ")
-    assert told[0].endswith("go on from a checkpoint beside it: step_00000001")
+    assert told[0].endswith("go on from a checkpoint beside it that has files of the right sizes: step_00000001")
     ranks(2).run(_load_whole, str(intact.parent), torch.float32, OptimizerSettings())
 
 

@@ -14,6 +14,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     candidates,
     check_files,
     damage,
+    damaged,
     digest_of,
     latest,
     point_to,
@@ -21,6 +22,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     read_state,
     step_back,
     step_name,
+    steps_up_to,
 )
 
 
@@ -46,6 +48,34 @@ def test_the_newest_and_the_last_good_one_stay_and_those_of_later_steps_are_left
     save(tmp_path, 70, keep=RetentionPolicy(newest=1))
     assert steps_in(tmp_path) == [90, 70]
     assert latest(tmp_path).name == step_name(70)
+
+
+def test_those_that_did_not_lead_to_the_newest_neither_count_nor_go_and_it_names_those_that_did(tmp_path):
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    newest = save(tmp_path, 50, keep=RetentionPolicy(newest=2, good_step=45, steps=frozenset({10, 20})))
+    assert steps_in(tmp_path) == [50, 40, 30, 20], "the weights after 30 and 40 steps are not known to be good"
+    document = read_state(newest)
+    assert document["earlier_steps"] == [20, 10]
+    assert steps_up_to(newest, document) == {10, 20, 50}
+    older_version = {name: value for name, value in document.items() if name != "earlier_steps"}
+    assert steps_up_to(tmp_path / step_name(30), {**older_version, "step": 30}) == {20, 30}
+    renamed = newest.rename(tmp_path / "copied")
+    assert steps_up_to(renamed, document) == {10, 20, 50}
+
+
+def test_only_checkpoints_with_files_of_the_right_sizes_are_named_beside_a_damaged_one(tmp_path):
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    (tmp_path / step_name(20) / "data").unlink()
+    (tmp_path / step_name(30) / "data").write_text("w")
+    error = damaged(tmp_path / step_name(40) / "data", "is missing")
+    assert str(error).endswith(
+        "data is missing; go on from a checkpoint beside it that has files of the right sizes: step_00000010"
+    )
+    shutil.rmtree(tmp_path / step_name(10))
+    error = damaged(tmp_path / step_name(40) / "data", "is missing")
+    assert "no other checkpoint with all of its files lies beside it: start the run anew" in str(error)
 
 
 def test_the_pointer_says_which_is_the_latest_and_may_go_one_back(tmp_path):

@@ -196,3 +196,16 @@ def _check_lost(path):
 
 def _lose_a_rank(*_, **__):
     raise RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc] Read error: Connection reset by peer")
+
+
+def test_a_run_that_went_back_counts_only_the_checkpoints_that_led_to_where_it_is(ranks, tmp_path):
+    assert ranks(2).run(_names_after_going_back, str(tmp_path))[0] == [5, 4, 2]
+
+
+def _names_after_going_back(path):
+    state = trained(steps=0)[1]
+    for step in (2, 4):
+        checkpoint.save(Path(path), state, {"step": step}, keep=9)
+    checkpoint.load(Path(path) / "step_00000002", state)  # because the other is damaged, say
+    checkpoint.save(Path(path), state, {"step": 5}, keep=2)
+    return [checkpoint_files.step_of(item) for item in checkpoint.candidates(Path(path))]

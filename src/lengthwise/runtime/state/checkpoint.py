@@ -29,10 +29,12 @@ from lengthwise.runtime.state.checkpoint_files import (
     damage,
     damaged,
     latest,
+    led_to,
     outlook,
     point_to_best,
     read_state,
     step_back,
+    steps_up_to,
 )
 from lengthwise.runtime.state.contents import MASTER, restore, room_for
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
@@ -42,8 +44,8 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
 
 __all__ = [
-    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "outlook", "point_to_best",
-    "read_state", "save", "step_back", "verify",
+    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "led_to", "load", "load_weights", "outlook",
+    "point_to_best", "read_state", "save", "step_back", "verify",
 ]  # fmt: skip
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
         state.loss_scaler.load_state_dict(scaled)
     num_left_out = len(document.get("skipped", ())) + (scaled["num_skipped"] if scaled else 0)
     restore(state, room, document["step"] - num_left_out)
+    state.saved_steps[checkpoint.parent.resolve()] = steps_up_to(checkpoint, document)
     restore_values(state.optimizer, document["optimizer"].get("groups", {}))  # older checkpoints have none
     return document
 

@@ -88,6 +88,8 @@ class RetentionPolicy:
     """So many, the new one included."""
     good_step: int | None = None
     """Besides, the newest of this step or an earlier one: with its weights the loss was finite. None: none is known."""
+    steps: frozenset[int] | None = None
+    """Steps of the checkpoints that led to the new one; others are neither counted nor removed. None: all did."""
 
 
 def lock_of_save(folder: Path) -> FolderLock:
@@ -121,8 +123,9 @@ def begin(folder: Path, name: str) -> Path:
 def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -> Path:
     """Make a checkpoint that all ranks have written complete and ``latest``, then remove what ``keep`` leaves out.
 
-    Those of later steps, left by a run that was resumed from before them, are neither counted nor removed. The one
-    whose validation loss was the lowest, by the document's ``validation``, stays as ``best``.
+    Those that did not lead to it, left by a run that was resumed from before them because they were damaged or its loss
+    was not finite, are neither counted nor removed. The one whose validation loss was the lowest, by the document's
+    ``validation``, stays as ``best``.
 
     Raises:
         OSError: a file that a rank has written is not here with its size, or the disk refuses something.
@@ -130,7 +133,8 @@ def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -
     folder, name = partial.parent, partial.name.removesuffix(_PARTIAL)
     final, replaced = folder / name, folder / f"{name}{_REPLACED}"
     _check_sizes(partial, document["files"])
-    _write(partial / STATE_FILE, _encoded(document))
+    earlier = [path for path in led_to(candidates(folder), keep.steps) if step_of(path) < _step_of(name)]
+    _write(partial / STATE_FILE, _encoded({**document, "earlier_steps": [step_of(path) for path in earlier]}))
     if final.exists():  # the same step again, after a resume from an older checkpoint
         final.rename(replaced)
     partial.rename(final)
@@ -139,12 +143,25 @@ def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -
     best_step = document.get("validation", {}).get("best_step")
     point_to_best(folder, best_step)
     _remove(replaced)
-    older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
-    good = next((path for path in older if keep.good_step is not None and _step_of(path.name) <= keep.good_step), None)
-    for path in older[keep.newest :]:
-        if path != good and _step_of(path.name) != best_step:
+    counted = [final, *earlier]
+    good = next((path for path in counted if keep.good_step is not None and step_of(path) <= keep.good_step), None)
+    for path in counted[keep.newest :]:
+        if path != good and step_of(path) != best_step:
             _remove(path)
     return final
+
+
+def led_to(checkpoints: list[Path], steps: frozenset[int] | None) -> list[Path]:
+    """The ``checkpoints`` of these steps, which led to a state; None: all did."""
+    return [path for path in checkpoints if steps is None or step_of(path) in steps]
+
+
+def steps_up_to(checkpoint: Path, document: dict[str, Any]) -> frozenset[int]:
+    """Steps of the checkpoints in its folder that led to ``checkpoint``, and its own; ``document``: its state."""
+    step = document["step"]  # it may have been copied to another name
+    if "earlier_steps" not in document:  # older checkpoints have none
+        return frozenset(number for number in map(step_of, candidates(checkpoint.parent)) if number <= step)
+    return frozenset([*document["earlier_steps"], step])
 
 
 def point_to(folder: Path, name: str, *, pointer: str = POINTER) -> None:
@@ -307,10 +324,21 @@ def damaged(file: Path, what: str) -> DamagedCheckpoint:
     """The error for a file of a checkpoint, with the way out."""
     problem = f"{file} {what}"
     checkpoint = file.parent
-    others = ", ".join(path.name for path in candidates(checkpoint.parent) if path != checkpoint)
+    others = [path.name for path in candidates(checkpoint.parent) if path != checkpoint and _has_its_sizes(path)]
     if not others:
-        return DamagedCheckpoint(f"{problem}; no other checkpoint lies beside it: start the run anew", problem=problem)
-    return DamagedCheckpoint(f"{problem}; go on from a checkpoint beside it: {others}", problem=problem)
+        way_out = "no other checkpoint with all of its files lies beside it: start the run anew"
+    else:
+        way_out = f"go on from a checkpoint beside it that has files of the right sizes: {', '.join(others)}"
+    return DamagedCheckpoint(f"{problem}; {way_out}", problem=problem)
+
+
+def _has_its_sizes(checkpoint: Path) -> bool:
+    """Whether the files of a checkpoint have the sizes that its state says; their content is not read."""
+    try:
+        files = json.loads((checkpoint / STATE_FILE).read_text())["files"]
+        return all((checkpoint / name).stat().st_size == digest["num_bytes"] for name, digest in files.items())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return False
 
 
 def step_of(checkpoint: Path) -> int:

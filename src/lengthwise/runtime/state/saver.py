@@ -180,10 +180,13 @@ class CheckpointSaver:
         try:
             _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
             document = _with_groups_of_all(document, group)
-            keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step)
+            place, saved_steps = self._folder.resolve(), self._state.saved_steps
+            keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step, steps=saved_steps.get(place))
             if self._makes_parents:
                 _first_does([partial(_make_and_lock, self._folder, lock)], group, world)
             _write(self._folder, shares, document, group=group, world=world, keep=keep, check_folder=self._check_folder)
+            if place in saved_steps:
+                saved_steps[place] |= {step}
         except BaseException as error:  # torch's CheckpointException is no Exception
             if world.is_first and (lock.token or not self._makes_parents):
                 self._check_folder()

@@ -24,6 +24,7 @@ gradients of a unit go when a backward comes to another. Weights come to the dev
 
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +87,9 @@ class ShardedState(PulledWeights):
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
+        intervals = self.owned_layout.intervals[world.rank]
         self.segments: list[Segment] = segments_of(
-            table,
-            self.owned_layout.intervals[world.rank],
-            master=self.master,
-            pushed=self.pushed,
-            by_parameter=is_whole,
+            table, intervals, master=self.master, pushed=self.pushed, by_parameter=is_whole
         )
         self.optimizer = make_optimizer(
             settings,
@@ -100,6 +98,8 @@ class ShardedState(PulledWeights):
             outer=[s.parameter for s in self.segments if s.is_outer],
             on_host=on_host,
         )
+        self.saved_steps: dict[Path, frozenset[int]] = {}
+        """Steps of the checkpoints that led to this state, by folder; in other folders all count as such."""
         self._hooks: list[RemovableHandle] = []
         self.moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
         """Whether a parameter's gradient is added elsewhere, and not kept, when a backward has made it."""

@@ -98,6 +98,12 @@ class TrainingLoop:
         num_copies = 1 + (0 if settings.needs_whole_parameters else len(settings.state_names))
         return self.state.table.bounds[-1] * self.state.master_dtype.itemsize * num_copies
 
+    @property
+    def counted_checkpoints(self) -> list[Path]:
+        """The complete checkpoints that led to this state, newest first; others do not count as kept."""
+        steps = self.state.saved_steps.get(self.folder.checkpoints.resolve())
+        return checkpoint.led_to(checkpoint.candidates(self.folder.checkpoints), steps)
+
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, sampler and step from a checkpoint.
 
