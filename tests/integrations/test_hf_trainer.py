@@ -122,6 +122,14 @@ def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks
             ], name
 
 
+def test_what_one_of_two_ranks_asks_for_at_any_event_both_do_as_one_rank_does(ranks, tmp_path):
+    expected = ranks(1).run(trainers.events_by_wish, tmp_path / "one", 1)[0]
+    assert [events[-1][1] for events in expected] == [2, 2, 1, 0], "the steps at which they stop"
+    assert expected[0].count(("on_evaluate", 1)) == expected[0].count(("on_save", 1)) == 1
+    for events in ranks(2).run(trainers.events_by_wish, tmp_path / "two", 2):
+        assert events == expected
+
+
 def test_bfloat16_is_autocast_over_the_weights_as_they_are(tmp_path):
     import torch
 

@@ -204,6 +204,35 @@ def stop_on_the_last(folder, options):
     return trainer.state.global_step, trainer.state.log_history
 
 
+WISHES = (
+    {("on_log", 1): "evaluate", ("on_evaluate", 1): "save", ("on_log", 2): "save", ("on_save", 2): "training_stop"},
+    {("on_log", 2): "training_stop"},
+    {("on_step_end", 1): "evaluate", ("on_evaluate", 1): "training_stop"},
+    {("on_train_begin", 0): "training_stop"},
+)
+"""What a callback asks for at an event of a step."""
+
+
+def events_by_wish(folder, num_ranks):
+    """For each of these wishes of the last rank's callback: events and their steps, as this rank has them."""
+    import torch.distributed as dist
+
+    options = {"logging_steps": 1, "save_strategy": "no", "gradient_accumulation_steps": 4 // num_ranks, "optim": "sgd"}
+    all_events = []
+    for number, asked in enumerate(WISHES):
+
+        def ask(event, state, control, asked=asked):
+            wish = asked.get((event, state.global_step))
+            if wish is not None and dist.get_rank() == num_ranks - 1:
+                setattr(control, f"should_{wish}", True)
+
+        events = []
+        notes = [lambda events=events, ask=ask: Callbacks.notes(events, ask)]
+        train(folder / str(number), options, callbacks=notes, eval_dataset=dataset(4))
+        all_events.append([event[:2] for event in events if event[0] != "on_prediction_step"])
+    return all_events
+
+
 def watched_by_the_callback(folder):
     """What the callback finds where one rank has a row of 40 tokens, the other one of 4."""
     import lengthwise as lw

@@ -25,6 +25,7 @@ from lengthwise.config.setting_names import as_trainer_argument
 from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.integrations.hf_callback import TrainerCallback
 from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_done, resume_run
+from lengthwise.integrations.hf_control import act_in_turn, agree
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
 from lengthwise.integrations.hf_losses_of_steps import StepLosses
@@ -38,7 +39,6 @@ from lengthwise.integrations.hf_training_args import (
     optimizer_name,
     refuse_what_cannot_be_honoured,
 )
-from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
@@ -58,8 +58,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["Trainer", "TrainerCallback"]
-
-_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 class Trainer(transformers.Trainer):
@@ -122,6 +120,7 @@ class Trainer(transformers.Trainer):
                 self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
                 if self.args.eval_on_start:
                     self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+            agree(self, num_accumulated=self._num_accumulated)
             self._loop(run, functools.partial(self._end_step, ignore_keys=ignore_keys_for_eval, started_s=started_s))
         finally:
             self.run = self.optimizer = self.lr_scheduler = None
@@ -313,13 +312,8 @@ class Trainer(transformers.Trainer):
 
     def _end_step(self, result: StepResult, *, ignore_keys: Any, started_s: float) -> None:
         """Log, evaluate and save where a callback of any rank says so."""
-        self._agree()
-        if self.control.should_epoch_stop:
-            raise InputError(
-                "a callback wants to stop the epoch; every epoch computes every sequence. Stop the training"
-            )
-        control = self.control
-        if control.should_log or control.should_evaluate or control.should_save:
+
+        def act() -> None:
             num_steps, logged = self.state.global_step - self._globalstep_last_logged, self._globalstep_last_logged
             with self._prepared_for_evaluation():
                 self._maybe_log_save_evaluate(
@@ -335,25 +329,7 @@ class Trainer(transformers.Trainer):
             if self._globalstep_last_logged != logged:
                 self._losses.begin_log()
 
-    def _agree(self) -> None:
-        """What a callback of one rank asks for, all ranks do."""
-        assert self.run is not None, "it trains"
-        flags = [float(getattr(self.control, name)) for name in _FLAGS]
-        has_other_batches = float(self.args.gradient_accumulation_steps != self._num_accumulated)
-        row = torch.tensor(
-            [*flags, has_other_batches, self.run.clip_norm], dtype=torch.float64, device=self.args.device
-        )
-        *columns, others, norms = gather_rows(row).T.tolist()
-        for name, column in zip(_FLAGS, columns):
-            setattr(self.control, name, any(column))
-        if any(others):
-            raise InputError(
-                "a callback has set gradient_accumulation_steps, and the sequences of each step are chosen before "
-                f"training; leave it at {self._num_accumulated}"
-            )
-        if len(set(norms)) > 1:
-            words = ", ".join(f"{norm:g}" for norm in norms)
-            raise InputError(f"max_grad_norm is {words} on the ranks; a callback has to set the same on every rank")
+        act_in_turn(self, act, num_accumulated=self._num_accumulated)
 
     def _epoch(self, run: Run) -> float:
         """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
