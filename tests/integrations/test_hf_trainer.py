@@ -221,12 +221,16 @@ def test_losses_that_are_no_sums_over_tokens_are_refused(tmp_path):
     def unmoved(outputs, labels, num_items_in_batch=None):
         return trainers.focal_loss(outputs, labels.roll(1), num_items_in_batch)
 
+    def of_each_micro_batch(outputs, labels, num_items_in_batch=None):
+        return trainers.focal_loss(outputs, labels, (labels[..., 1:] != -100).sum())
+
     def of_hidden_states(outputs, labels, num_items_in_batch=None):
         return outputs.hidden_states[-1].sum()
 
     for function, reason in (
         (of_sequences, "it is no sum over tokens"),
         (unmoved, "it is no sum over tokens"),
+        (of_each_micro_batch, "it does not divide by num_items_in_batch: where that is 7 it gives"),
         (of_hidden_states, r"it cannot be computed of logits and labels alone \(TypeError"),
     ):
         with pytest.raises(InputError, match=f"compute_loss_func: {reason}.*make the loss with lengthwise="):

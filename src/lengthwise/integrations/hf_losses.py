@@ -22,7 +22,7 @@ LossFunction = Callable[..., Tensor]
 
 SUM_TOLERANCE = 1e-4
 """How far the loss of parts may be from that of a whole, relative: functions may compute in float32."""
-_NUM_TOKENS, _CUT = 9, 4
+_NUM_TOKENS, _CUT, _TIMES_AS_MANY = 9, 4, 3
 _WAY_OUT = "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}"
 
 
@@ -58,7 +58,8 @@ def _mean_of_shard(function: LossFunction, logits: Tensor, targets: Tensor, num_
 def function_problem(function: LossFunction, vocab_size: int) -> str:
     """Why a ``compute_loss_func`` cannot be computed on shards of packs; an empty string if it can.
 
-    It is called with random logits of one sequence, and of two parts of it: the sum has to be the same.
+    It is called with random logits of one sequence, and of two parts of it: the sum has to be the same. With a larger
+    ``num_items_in_batch``, as the rest of a step makes it, it has to be less in proportion.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, _NUM_TOKENS, vocab_size, generator=generator, dtype=torch.float64)
@@ -67,20 +68,29 @@ def function_problem(function: LossFunction, vocab_size: int) -> str:
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     try:
         count = int((targets != IGNORE).sum())
-        expected = function(_outputs(logits), labels, num_items_in_batch=torch.tensor(count)) * count
+        expected, of_more = (
+            float(function(_outputs(logits), labels, num_items_in_batch=torch.tensor(number))) * number
+            for number in (count, count * _TIMES_AS_MANY)
+        )
         parts = 0.0
         for part in (slice(0, _CUT), slice(_CUT, None)):
             number = int((targets[:, part] != IGNORE).sum())
             parts += float(_mean_of_shard(function, logits[:, part], targets[:, part], number)) * number
-        difference = abs(parts - float(expected)) / max(abs(float(expected)), 1e-12)
+        scale = max(abs(expected), 1e-12)
     except Exception as error:
         reason = " ".join(str(error).split())[:150]
         return f"it cannot be computed of logits and labels alone ({type(error).__name__}: {reason}); {_WAY_OUT}"
-    if difference <= SUM_TOLERANCE:
+    if not abs(parts - expected) / scale <= SUM_TOLERANCE:  # also where they are not numbers
+        return (
+            "it is no sum over tokens, each of the logits before its label, divided by num_items_in_batch: of two "
+            f"parts of a sequence it gives {parts:.6g}, of the whole {expected:.6g}; {_WAY_OUT}"
+        )
+    if abs(of_more - expected) / scale <= SUM_TOLERANCE:
         return ""
+    more = count * _TIMES_AS_MANY
     return (
-        "it is no sum over tokens, each of the logits before its label, divided by num_items_in_batch: of two parts "
-        f"of a sequence it gives {parts:.6g}, of the whole {float(expected):.6g}; {_WAY_OUT}"
+        f"it does not divide by num_items_in_batch: where that is {count} it gives {expected / count:.6g}, and where "
+        f"it is {more} {of_more / more:.6g}, not {expected / more:.6g}; sum over tokens and divide by it, or {_WAY_OUT}"
     )
 
 
