@@ -10,6 +10,7 @@ import torch
 
 from lengthwise.core.errors import InputError
 from tests.session import trainers
+from tests.session.test_prepare import assert_equal_weights
 from tests.session.trainer_hooks import SGD, rates
 from tests.session.trainers import train
 
@@ -236,3 +237,16 @@ def test_a_run_resumed_among_steps_without_a_loss_logs_the_last_one_that_is_know
     file.unlink()  # of an older version: the last loss that was logged
     older = train(tmp_path, options, train_dataset=rows, resume=str(tmp_path / "checkpoint-6"))
     assert older.state.log_history[3]["loss"] == log[2]["loss"]
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw_torch"])
+def test_a_second_training_of_one_trainer_says_if_the_optimizer_loses_its_state(tmp_path, caplog, optim):
+    weights = []
+    for stock in (True, False):
+        trainer = train(tmp_path, {"optim": optim, "lr_scheduler_type": "linear"}, stock=stock)
+        assert "begins anew" not in caplog.text
+        trainer.train()
+        weights.append(trainers.weights_of(trainer.model))
+    assert ("train() again: the optimizer (adamw) begins anew" in caplog.text) == (optim == "adamw_torch")
+    if optim == "sgd":  # keeps nothing
+        assert_equal_weights(*weights)

@@ -59,6 +59,16 @@ def log_if_done(run: Run) -> None:
         )  # fmt: skip
 
 
+def log_if_anew(run: Run) -> None:
+    """Warn on the first rank if a trainer that trains again, not from a checkpoint, loses what its optimizer kept."""
+    if run.state is not None and run.state.settings.state_names and run.world.is_first:
+        _log.warning(
+            "train() again: the optimizer (%s) begins anew, where transformers keeps its state from the call before; "
+            "to keep it, save checkpoints, set a larger num_train_epochs or max_steps, and call "
+            "train(resume_from_checkpoint=True)", run.state.settings.name,
+        )  # fmt: skip
+
+
 def _way_out(folder: str) -> str:
     argument = _intact_beside(folder)
     if argument is None:

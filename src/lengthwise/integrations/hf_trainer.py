@@ -24,7 +24,7 @@ from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.config.setting_names import as_trainer_argument
 from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.integrations.hf_callback import TrainerCallback
-from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_done, resume_run
+from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_anew, log_if_done, resume_run
 from lengthwise.integrations.hf_control import act_in_turn, agree
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
@@ -81,6 +81,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **options)
         self.run: Run | None = None
         """While it trains."""
+        self._has_trained = False
         self._options: dict[str, Any] = {"policy": policy, **(lengthwise or {})}
 
     @errors_spelt(as_trainer_argument)
@@ -248,6 +249,9 @@ class Trainer(transformers.Trainer):
         if checkpoint is not None:
             resume_run(run, checkpoint, step=self.state.global_step)
             log_if_done(run)
+        elif self._has_trained:
+            log_if_anew(run)
+        self._has_trained = True
         name = optimizer_name(args)
         self._schedule = Schedule(self, run.state.optimizer, name=name, num_steps=max_steps)
         self._losses = StepLosses(args.device)
