@@ -61,6 +61,20 @@ def test_own_code_computes_what_it_has_and_transformers_the_rest(choose):
         choose(None, model={"implementation": "transformers"})
 
 
+@pytest.mark.parametrize("document", [LLAMA, MAMBA])
+def test_the_vocabulary_of_a_folder_is_its_own(choose, document):
+    assert choose(document, model={"vocab_size": 512}).vocab_size == 512
+    with pytest.raises(
+        InputError, match=r"model\.vocab_size=300 is for presets; a model of model\.hf is as its config"
+    ):
+        choose(document, model={"vocab_size": 300})
+    with pytest.raises(
+        InputError, match=r"the index has 257 token ids, model \w+ embeds 20; index with its own"
+    ) as error:
+        choose({**document, "vocab_size": 20})
+    assert "model.vocab_size" not in str(error.value)
+
+
 def test_a_mask_token_is_that_of_the_configuration_or_of_the_tokenizer(choose):
     with pytest.raises(InputError, match=r"predicts masked tokens and its config\.json does not say"):
         choose(ROBERTA)
@@ -120,6 +134,7 @@ def test_sizes_of_a_preset_are_replaced():
         (["model.max_positions=64"], "model.max_positions=64: the positions of llama-tiny are rotary"),
         (["model.num_layers=99999"], "num_layers must be from 1 to 16,384"),
         (["model.hf=.", "model.num_layers=3"], "model.num_layers=3 is for presets; a model of model.hf is as its"),
+        (["model.hf=.", "model.preset=bert-tiny"], "model.preset=bert-tiny and model.hf='.' are two models; leave one"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(settings, message):

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.run_config import Config
+from lengthwise.config.run_config import Config, ModelConfig
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, missing_package
 from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
@@ -20,6 +20,8 @@ from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
 from lengthwise.session.planning_args import check_positions
 
+_NOT_OF_A_FOLDER = "is for presets; a model of model.hf is as its config.json says"
+
 
 def objective_of(config: Config) -> str:
     """What the configured model is trained to predict: hidden tokens or the next one."""
@@ -33,10 +35,15 @@ def hf_folder(config: Config) -> Path:
     """The folder that ``model.hf`` names.
 
     Raises:
-        InputError: there is none, or sizes of presets are set.
+        InputError: there is none, or a preset or sizes of presets are set.
     """
     if sizes := [f"model.{name}={value}" for name, value in config.model.sizes.items()]:
-        raise InputError(f"{' and '.join(sizes)} is for presets; a model of model.hf is as its config.json says")
+        raise InputError(f"{' and '.join(sizes)} {_NOT_OF_A_FOLDER}")
+    preset = config.model.preset
+    if preset != ModelConfig().preset:
+        raise InputError(
+            f"model.preset={preset} and model.hf={brief(config.model.hf)} are two models; leave one of them out"
+        )
     folder = Path(config.model.hf)
     if not folder.is_dir():
         raise InputError(
@@ -45,6 +52,12 @@ def hf_folder(config: Config) -> Path:
             "lengthwise.Trainer"
         )
     return folder
+
+
+def _check_vocabulary(config: Config, vocab_size: int) -> None:
+    """Raise ``InputError`` if another number of token ids is set than a model of ``model.hf`` embeds."""
+    if config.model.vocab_size not in (None, vocab_size):
+        raise InputError(f"model.vocab_size={config.model.vocab_size} {_NOT_OF_A_FOLDER}")
 
 
 def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = False) -> ModelSpec:
@@ -61,6 +74,7 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
     needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
     if model.hf:
         spec = read_priced_spec(hf_folder(config)) if only_priced else read_spec(hf_folder(config))
+        _check_vocabulary(config, spec.vocab_size)
     else:
         spec = with_sizes(model_preset(model.preset), model.sizes)
         needed = needed and needed + (not spec.causal)
@@ -68,7 +82,7 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
         spec = replace(spec, vocab_size=wanted) if wanted else spec
         spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
     if corpus is not None:
-        check_model_holds(spec, corpus, has_own_mask=not (spec.causal or model.hf))
+        check_model_holds(spec, corpus, is_of_folder=bool(model.hf), has_own_mask=not (spec.causal or model.hf))
     return spec
 
 
@@ -96,14 +110,21 @@ def with_sizes(spec: ModelSpec, sizes: dict[str, int]) -> ModelSpec:
     return replace(spec, **changes)
 
 
-def check_model_holds(spec: ModelSpec | StockModel, corpus: Corpus, *, has_own_mask: bool = False) -> None:
-    """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one."""
+def check_model_holds(
+    spec: ModelSpec | StockModel, corpus: Corpus, *, is_of_folder: bool, has_own_mask: bool = False
+) -> None:
+    """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one.
+
+    ``is_of_folder``: whether it is that of ``model.hf``, whose vocabulary no setting changes.
+    """
     needed = corpus.vocab_size + has_own_mask if corpus.has_tokens else 0
     if spec.vocab_size < needed:
+        way_out = "index with the model's own tokenizer.json or raise model.vocab_size"
+        if is_of_folder:
+            way_out = "index with its own tokenizer.json, or give it more with transformers (resize_token_embeddings)"
         mask_note = " (one of them its mask token)" if has_own_mask else ""
         raise InputError(
-            f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; "
-            "index with the model's own tokenizer.json or raise model.vocab_size"
+            f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; {way_out}"
         )
     check_positions(spec.name, spec.max_positions, longest=corpus.lengths.max_length)
     if corpus.has_loss_mask and spec.objective != NEXT_TOKEN:
@@ -150,7 +171,8 @@ def trained_model(config: Config, corpus: Corpus, *, needs_weights: bool = True)
     if needs_weights:
         weight_files(folder)
     _check_settings(config, model)
-    check_model_holds(model, corpus)
+    _check_vocabulary(config, model.vocab_size)
+    check_model_holds(model, corpus, is_of_folder=True)
     return model
 
 

@@ -35,7 +35,7 @@ def validation_corpus(config: Config, spec: ModelSpec | StockModel) -> Corpus | 
             )
         return None
     corpus.check_tokens()
-    check_model_holds(spec, corpus)
+    check_model_holds(spec, corpus, is_of_folder=bool(config.model.hf))
     if not any(_batches(config, corpus)):
         raise InputError(
             f"the validation set has {len(corpus):,} sequences and no token with a loss; name a larger one in "
