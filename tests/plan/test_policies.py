@@ -247,8 +247,21 @@ def test_devices_stay_idle_only_if_nothing_fills_them(policy):
 
 @pytest.mark.parametrize("policy", BASELINES)
 def test_a_users_own_limit_is_named_as_such(policy):
-    with pytest.raises(InfeasibleError, match=r"exceeds plan.max_tokens \(50 tokens"):
+    with pytest.raises(
+        InfeasibleError, match=r"exceeds plan.max_tokens \(50 tokens.* Raise plan.max_tokens if"
+    ) as error:
         prepare(policy, make_problem(token_limit=50, max_length=60))
+    assert "recompute" not in str(error.value)
+
+
+def test_a_sequence_over_a_users_own_limit_is_refused_without_advice_that_leaves_the_limit():
+    problem = make_problem(token_limit=50, max_length=50, num_devices=4, degrees=[1], recomputed=(0,))
+    with pytest.raises(InfeasibleError) as error:
+        problem.check_fits(np.array([20, 60]))
+    assert str(error.value) == (
+        "sequence 1 (60 tokens) exceeds plan.max_tokens (50 tokens per micro-batch). Raise plan.max_tokens if a device "
+        "holds more. Set data.max_length=50 or less with data.over_length=split."
+    )
 
 
 @pytest.mark.parametrize("policy", BASELINES)

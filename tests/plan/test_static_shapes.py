@@ -83,8 +83,11 @@ def test_the_choice_is_the_same_on_every_rank():
 def test_a_sequence_longer_than_the_largest_size_is_refused_by_number_and_limit():
     _, shaped = planners("packed")
     largest = shaped.problem.lattice.sizes[-1]
-    with pytest.raises(InfeasibleError, match=rf"sequence 10 \({largest + 1:,} tokens\) exceeds the largest size"):
+    with pytest.raises(
+        InfeasibleError, match=rf"sequence 10 \({largest + 1:,} tokens\) exceeds the largest size"
+    ) as error:
         shaped(make_batch([largest + 1]))
+    assert "Leave plan.shapes out" in str(error.value) and "plan.recompute" not in str(error.value)
 
 
 def test_a_limit_below_the_longest_sequence_rounded_up_is_refused():

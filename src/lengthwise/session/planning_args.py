@@ -76,10 +76,14 @@ def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
     if lengths.max_length <= kind.max_tokens:
         return
     where = int(np.argmax(lengths.lengths))
+    more = (
+        f", more or larger devices, or allow more schemes with {Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, "
+        f"{Setting.METHOD} and {Setting.RECOMPUTE}=auto"
+    )
     raise InfeasibleError(
         f"sequence {where} ({lengths.max_length:,} tokens) {problem.needs(kind, lengths.max_length)} "
-        f"Give {Setting.MAX_LENGTH}={kind.max_tokens} or less, more or larger devices, or allow more schemes with "
-        f"{Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, {Setting.METHOD} and {Setting.RECOMPUTE}=auto.",
+        f"Give {Setting.MAX_LENGTH}={kind.max_tokens} or less"
+        f"{'' if problem.is_limited_by_settings(kind, lengths.max_length) else more}.",
         what=f"sequence {where}", value=lengths.max_length, limit=kind.max_tokens, unit="tokens",
     )  # fmt: skip
 

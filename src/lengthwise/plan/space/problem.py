@@ -120,7 +120,7 @@ class PlanningProblem:
         raise InfeasibleError(
             f"sequence {sequence} ({length:,} tokens) {self.needs(candidate, length)} "
             f"Set {Setting.MAX_LENGTH}={candidate.max_tokens} or less with {Setting.OVER_LENGTH}=split"
-            f"{self._leaner()}.",
+            f"{'' if self.is_limited_by_settings(candidate, length) else self._leaner()}.",
             what=f"sequence {sequence}", value=length, limit=candidate.max_tokens, unit="tokens",
         )  # fmt: skip
 
@@ -128,9 +128,15 @@ class PlanningProblem:
         """Why a micro-batch of ``num_tokens`` cannot run as ``candidate``."""
         if self.lattice is not None and num_tokens > self.lattice.sizes[-1]:
             largest = self.lattice.sizes[-1]
-            return f"exceeds the largest size that {Setting.SHAPES} gives micro-batches ({largest:,} tokens)."
-        if candidate.token_limit and candidate.max_tokens == candidate.token_limit:
-            return f"exceeds {Setting.MAX_TOKENS} ({candidate.token_limit:,} tokens per micro-batch)."
+            return (
+                f"exceeds the largest size that {Setting.SHAPES} gives micro-batches ({largest:,} tokens). "
+                f"Leave {Setting.SHAPES} out if a device holds more."
+            )
+        if self.is_limited_by_settings(candidate, num_tokens):
+            return (
+                f"exceeds {Setting.MAX_TOKENS} ({candidate.token_limit:,} tokens per micro-batch). "
+                f"Raise {Setting.MAX_TOKENS} if a device holds more."
+            )
         if candidate.is_limited_by_host:
             needed, available = needed_and_available(candidate.host_bytes(num_tokens), self.host_memory_bytes)
             return (
@@ -139,6 +145,11 @@ class PlanningProblem:
             )
         needed, available = needed_and_available(int(candidate.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
         return f"needs {needed} per device under the leanest scheme, {candidate.scheme.name}; a device has {available}."
+
+    def is_limited_by_settings(self, candidate: Candidate, num_tokens: int) -> bool:
+        """Whether settings, not memory, keep a micro-batch of ``candidate`` from having ``num_tokens``."""
+        exceeds_sizes = self.lattice is not None and num_tokens > self.lattice.sizes[-1]
+        return exceeds_sizes or (bool(candidate.token_limit) and candidate.max_tokens == candidate.token_limit)
 
     def _metp_holds_more(self) -> bool:
         """Whether all devices together hold a longer sequence by METP."""
