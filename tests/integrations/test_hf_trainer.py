@@ -411,6 +411,37 @@ def test_the_callback_tells_what_the_batches_of_transformers_own_trainer_cost(tm
     assert issubclass(lw.TrainerCallback, transformers.TrainerCallback)
 
 
+@pytest.mark.parametrize("is_added_later", [False, True])
+def test_what_the_callback_finds_reaches_trackers_that_come_before_it(tmp_path, is_added_later):
+    import transformers
+
+    import lengthwise as lw
+
+    class Tracker(transformers.TrainerCallback):
+        def __init__(self):
+            self.logs, self.num_begun = [], 0
+
+        def on_train_begin(self, args, state, control, **others):
+            self.num_begun += 1
+
+        def on_log(self, args, state, control, logs=None, **others):
+            self.logs.append(dict(logs))
+
+    before, after, watch = Tracker(), Tracker(), lw.TrainerCallback()
+    trainer = transformers.Trainer(
+        model=trainers.gpt2(), args=trainers.arguments(tmp_path, max_steps=2), train_dataset=trainers.dataset(),
+        callbacks=[before, after] if is_added_later else [before, watch, after],
+    )  # fmt: skip
+    if is_added_later:
+        trainer.add_callback(watch)
+    trainer.train()
+    for tracker in (before, after):
+        assert tracker.num_begun == 1
+        assert [("lengthwise/padding" in logs, "lengthwise/gain" in logs) for logs in tracker.logs[:2]] == [
+            (True, True)
+        ] * 2
+
+
 def test_the_callback_sees_the_batches_of_all_ranks(ranks, tmp_path):
     for log in ranks(2).run(watched_by_the_callback, tmp_path):
         assert log["lengthwise/imbalance"] == round(40 * 1.4 / (40 * 1.4 / 2 + 4 * 1.04 / 2), 4)

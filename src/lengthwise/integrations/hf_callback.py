@@ -1,5 +1,6 @@
 """A callback for those who keep transformers' Trainer: what its batches cost, and what dealing them by length would."""
 
+import inspect
 import logging
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.trainer_callback import CallbackHandler
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.integrations.load_balance import EQUAL_AT, deal, work_of
@@ -24,6 +26,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     Work of a row of l computed tokens is l + l^2 / ``equal_at``. Changes nothing; sees the rows of ``input_ids`` in the
     forward's arguments, and their padding in ``attention_mask``.
+
+    It goes before all other callbacks, so that trackers (``report_to``) get what it adds: transformers puts them before
+    those of a user.
     """
 
     def __init__(self, *, equal_at: int = EQUAL_AT) -> None:
@@ -36,8 +41,13 @@ class TrainerCallback(transformers.TrainerCallback):
         """Computed tokens, padding, work of the busiest rank, work of the busiest one if sequences were dealt."""
         self._ratios: list[float] = []
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Go before the trackers."""
+        self._go_first()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Watch the model's forward."""
+        self._go_first()  # it may have been added since
         self._hook = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -77,6 +87,15 @@ class TrainerCallback(transformers.TrainerCallback):
             self._hook.remove()
             self._hook = None
 
+    def _go_first(self) -> None:
+        """Move to the front of the callbacks whose handler calls this one."""
+        handler = _caller_of(self)
+        if handler is not None and handler.callbacks[0] is not self:
+            handler.callbacks.remove(
+                self
+            )  # as many come before the next one as did: none is left out, none called twice
+            handler.callbacks.insert(0, self)
+
     def _note(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not module.training or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -89,6 +108,17 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._seen.append((1, 1, length))
         else:
             self._seen.append((len(ids), *ids.shape))
+
+
+def _caller_of(callback: transformers.TrainerCallback) -> Any:
+    """The handler that is calling ``callback``, to which events give no other way; None: something else does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            return handler
+        frame = frame.f_back
+    return None
 
 
 def _lengths(lengths: torch.Tensor | int, count: int, width: int) -> list[int]:
