@@ -5,7 +5,7 @@ from contextlib import suppress
 from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
 from lengthwise.config.run_config import load_saved
-from lengthwise.core.atomic_write import reason, shown
+from lengthwise.core.atomic_write import reason, shell_word, shown
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import candidates
@@ -50,7 +50,7 @@ def ask_to_stop(folder: RunFolder) -> str:
 def way_on(folder: RunFolder) -> str:
     """How to go on, or what is lost because there was no checkpoint yet."""
     if candidates(folder.checkpoints):
-        return f"Go on with: lengthwise train --resume {shown(folder.path)}"
+        return f"Go on with: lengthwise train --resume {shell_word(folder.path)}"
     try:
         num_steps = len(folder.read_metrics())
         every = load_saved(folder.config).train.checkpoint_every

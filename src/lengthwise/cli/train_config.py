@@ -24,7 +24,7 @@ from lengthwise.cli.refused_resume import EarlierStatus, check_settings
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
-from lengthwise.core.atomic_write import shown
+from lengthwise.core.atomic_write import shell_word, shown
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted, missing_package
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest
@@ -113,7 +113,7 @@ def _load_of(folder: Path, overrides: Sequence[str]) -> Config:
         if not is_kept:
             raise InputError(
                 f"{key}={value}: --resume goes on in {shown(folder)}, whose place and name stay; leave {key} out, "
-                f"or go on in a copy: cp -r {shown(folder)} COPY; lengthwise train --resume COPY"
+                f"or go on in a copy: cp -r {shell_word(folder)} COPY; lengthwise train --resume COPY"
             )
     return config
 
@@ -212,7 +212,7 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
     for stale in (folder.path / "status.json", folder.stop):
         stale.unlink(missing_ok=True)
     if "--quiet" not in arguments:
-        log.print(f"run folder: {folder.path}", soft_wrap=True)
+        log.print(f"run folder: {folder.path}", markup=False, soft_wrap=True)
 
     def on_stop() -> None:
         log.print(ask_to_stop(folder), soft_wrap=True)
@@ -232,9 +232,10 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
     status = read_status(folder)
     if ended and status.get("state") == "done":
         is_tuned = (folder.model_files / "config.json").is_file()
-        log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
+        log.print(f"done; next: lengthwise report {shell_word(folder.path)}", markup=False, soft_wrap=True)
         if is_tuned:
-            log.print(f"for transformers: lengthwise export {folder.path} --out DIR", soft_wrap=True)
+            way_out = f"for transformers: lengthwise export {shell_word(folder.path)} --out DIR"
+            log.print(way_out, markup=False, soft_wrap=True)
         return
     if ended.was_asked and not status:
         earlier.put_back()

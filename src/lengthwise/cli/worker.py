@@ -32,7 +32,7 @@ from lengthwise.cli.same_start import run_to_compare, settings_to_compare
 from lengthwise.cli.signals import STOPPED_BY_TORCHRUN
 from lengthwise.cli.step_log import StepLog
 from lengthwise.config.run_config import Config
-from lengthwise.core.atomic_write import make_folder
+from lengthwise.core.atomic_write import make_folder, shell_word
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.lock import InUseError
 from lengthwise.core.run_folder import RunFolder
@@ -126,7 +126,7 @@ def _end_start(folder: RunFolder, claim: RanksClaim, cause: StopCause) -> NoRetu
     if is_first() and not claim.is_taken:
         os._exit(Preempted.exit_code)  # the folder may be another run's
     has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
-    way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
+    way = f"lengthwise train --resume {shell_word(folder.path)}" if has_checkpoints else "the same command"
     before = f"before the first step, which left everything as it was. Go on with: {way}"
     error: LengthwiseError = Preempted(f"asked to stop {before}")
     if cause is StopCause.SIGNAL:

@@ -34,7 +34,7 @@ from lengthwise.config.shared_settings import (
     Settings,
     UpdateSettings,
 )
-from lengthwise.core.atomic_write import write_text
+from lengthwise.core.atomic_write import shell_word, write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.plugins import is_label
 from lengthwise.core.read_file import brief, read_text
@@ -271,7 +271,9 @@ def _read(path: Path) -> dict[str, Any]:
         text = read_text(path, what="a configuration", max_bytes=MAX_CONFIG_BYTES)
         tree = parse_yaml(text)
     except FileNotFoundError:
-        raise InputError(f"no configuration at {path}; print one with: lengthwise config > {path}") from None
+        raise InputError(
+            f"no configuration at {path}; print one with: lengthwise config > {shell_word(path)}"
+        ) from None
     except InputError:
         raise
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -25,6 +26,11 @@ def shown(path: Path | str) -> str:
     """A path for a message, on one line whatever characters it has, shortened if it is of a length no path has."""
     text = str(path) if len(str(path)) <= 1000 else f"{str(path)[:1000]}..."
     return text if text.isprintable() else repr(text)
+
+
+def shell_word(path: Path | str) -> str:
+    """A path as one word of a command that a message gives to be copied."""
+    return shlex.quote(shown(path))
 
 
 def reason(error: OSError) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lengthwise.core.atomic_write import write_text
+from lengthwise.core.atomic_write import shell_word, write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy
@@ -243,7 +243,9 @@ class ProfileTable:
         try:
             document = read_json(path, what="a profile")
         except FileNotFoundError:
-            raise InputError(f"no profile at {path}; make one with: lengthwise profile CONFIG --out {path}") from None
+            raise InputError(
+                f"no profile at {path}; make one with: lengthwise profile CONFIG --out {shell_word(path)}"
+            ) from None
         version = document.pop("schema_version", None) if isinstance(document, dict) else None
         if version is not None and version != PROFILE_SCHEMA_VERSION:
             raise InputError(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.atomic_write import reason, shown, write_text
+from lengthwise.core.atomic_write import reason, shell_word, shown, write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
@@ -142,7 +142,7 @@ class RunFolder:
             raise InputError(f"run_folder={shown(self.path)} cannot be used ({reason(error)}); name another") from None
         if has_config:
             raise InputError(
-                f"{shown(self.path)} already holds a run; go on with --resume {shown(self.path)} if it has a "
+                f"{shown(self.path)} already holds a run; go on with --resume {shell_word(self.path)} if it has a "
                 "checkpoint, else remove it or name another run_folder"
             )
         if contents:

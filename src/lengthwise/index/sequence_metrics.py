@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.correlation import pearson, ranks
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief, read_json
@@ -129,7 +130,7 @@ class MetricFiles:
         there = f"the metrics there are {', '.join(names)}" if names else "there is none yet"
         return (
             f"no metric {self.name!r} beside {self.index}; {there}; make one with: "
-            f"lengthwise analyze {self.index} --metric loss=MODEL --name {self.name}"
+            f"lengthwise analyze {shell_word(self.index)} --metric loss=MODEL --name {shell_word(self.name)}"
         )
 
     @property

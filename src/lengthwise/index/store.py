@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.atomic_write import reason
+from lengthwise.core.atomic_write import reason, shell_word
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.read_file import brief, read_json
@@ -212,7 +212,7 @@ def read_info(path: Path) -> dict[str, Any]:
                 f"the index at {path} is half-written; run the same `lengthwise index` command again to finish it"
             )
         where = "" if path.is_absolute() else f" in the current folder, {Path.cwd()}"
-        raise InputError(f"no index at {path}{where}; make one with: lengthwise index SRC --out {path}")
+        raise InputError(f"no index at {path}{where}; make one with: lengthwise index SRC --out {shell_word(path)}")
     info = read_json(file, what="that of an index")
     if not isinstance(info, dict) or "schema_version" not in info:
         raise InputError(f"{file} is not that of an index; index again with --restart, or choose another folder")

@@ -9,6 +9,7 @@ from statistics import mean, median
 from typing import Any
 
 from lengthwise.core.arguments import arguments_checked
+from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
@@ -72,7 +73,7 @@ def read_plans(path: Path, *, steps: int | None = None) -> list[StepPlan]:
     """
     plans = [_plan(row, path) for row in islice(read_jsonl(path), steps)]
     if not plans:
-        raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {path}")
+        raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {shell_word(path)}")
     return plans
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lengthwise.cli.ending import way_on
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.run_folder import RunFolder
@@ -55,10 +57,15 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     lengthwise("train", *arguments, expected=2)  # the folder holds a run already
 
 
-def test_a_quiet_run_says_only_that_it_is_done(corpus, tmp_path):
-    done = lengthwise("train", *settings(corpus, tmp_path / "run", "train.steps=2"), "--quiet")
-    assert done.stderr == f"done; next: lengthwise report {tmp_path / 'run'}\n"
-    assert len(RunFolder(tmp_path / "run").read_metrics()) == 2
+def test_a_quiet_run_says_only_that_it_is_done_with_a_command_to_copy(corpus, tmp_path):
+    folder = tmp_path / "my [bold] run"
+    done = lengthwise("train", *settings(corpus, folder, "train.steps=2"), "--quiet")
+    assert done.stderr == f"done; next: lengthwise report '{folder}'\n"
+    assert len(RunFolder(folder).read_metrics()) == 2
+    assert way_on(RunFolder(folder)) == f"Go on with: lengthwise train --resume '{folder}'"
+    with pytest.raises(InputError) as refused:
+        RunFolder(folder).check_new()
+    assert f"go on with --resume '{folder}' if" in str(refused.value)
 
 
 NUM_STEPS, NUM_LAYERS = 5, 4

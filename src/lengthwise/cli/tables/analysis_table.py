@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lengthwise.core.atomic_write import shell_word
 from lengthwise.session.console import emit_json, stderr, stdout
 
 
@@ -24,7 +25,7 @@ def print_analysis(outcome: dict[str, Any], *, json: bool) -> None:
     )
     console.print("  ".join(f"{word} {_number(value)}" for word, value in shown.items()), soft_wrap=True)
     console.print(_correlation(outcome["correlation_with_length"]), soft_wrap=True)
-    settings = f"data.index={index} data.order=curriculum data.metric={name}"
+    settings = f"{shell_word(f'data.index={index}')} data.order=curriculum {shell_word(f'data.metric={name}')}"
     log.print(f"next: lengthwise train {settings}", markup=False, soft_wrap=True)
 
 

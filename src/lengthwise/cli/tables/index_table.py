@@ -1,5 +1,6 @@
 """What `lengthwise index` prints."""
 
+from lengthwise.core.atomic_write import shell_word
 from lengthwise.index.build import BuiltIndex
 from lengthwise.index.skipped import REASONS
 from lengthwise.index.store import TokenStore
@@ -26,7 +27,7 @@ def print_index(store: TokenStore, built: BuiltIndex) -> None:
     for reason in REASONS:
         if count := info["ledger"].get(reason):
             lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
-    lines.append(f"next: lengthwise stats {store.path}")
+    lines.append(f"next: lengthwise stats {shell_word(store.path)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
 
 

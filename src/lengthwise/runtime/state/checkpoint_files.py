@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.atomic_write import reason, shown
+from lengthwise.core.atomic_write import reason, shell_word
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lock import FolderLock
 
@@ -204,7 +204,7 @@ def step_back(folder: Path, step: int) -> str:
         )
     return (
         f"{step_name(step)} holds the weights of that loss, so the latest checkpoint is now {before[0].name}; go on "
-        f"from it with: lengthwise train --resume {shown(folder.parent)}"
+        f"from it with: lengthwise train --resume {shell_word(folder.parent)}"
     )
 
 
@@ -229,7 +229,7 @@ def outlook(folder: Path, *, is_of_run: bool = True) -> str:
         return f"{folder.parent} is gone, and its checkpoints with it"
     if not complete:
         return "no checkpoint is complete yet, so that there is nothing to go on from"
-    way_on = f"with: lengthwise train --resume {shown(folder.parent)}" if is_of_run else "from it with resume()"
+    way_on = f"with: lengthwise train --resume {shell_word(folder.parent)}" if is_of_run else "from it with resume()"
     return f"complete ones are as they were, the newest is {newest.name}. Once the cause is gone, go on {way_on}"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lengthwise.config.run_config import Config
-from lengthwise.core.atomic_write import is_of_disk, reason
+from lengthwise.core.atomic_write import is_of_disk, reason, shell_word
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
@@ -180,7 +180,8 @@ class TrainingLoop:
         if self.world.is_first:
             with suppress(OSError):
                 self.folder.stop.unlink(missing_ok=True)
-        done = f"before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume {self.folder.path}"
+        command = f"lengthwise train --resume {shell_word(self.folder.path)}"
+        done = f"before step {self.next_step + 1}; saved. Go on with: {command}"
         if cause is StopCause.LAUNCHER_GONE:
             return CommunicationError(f"the process that started some ranks is gone, so the run ended {done}")
         return Preempted(f"asked to stop {done}", by_signal=cause is StopCause.SIGNAL)
