@@ -77,6 +77,27 @@ def test_what_is_no_stream_of_items_is_refused(stream, options, said):
         list(lw.StreamBatches(run_at(), stream, **options))
 
 
+@pytest.mark.parametrize(("options", "num_steps"), [({"steps": 2}, 2), ({"epochs": 1}, 4)])
+def test_steps_of_a_stream_end_after_as_many_as_were_asked_for(ranks, tmp_path, options, num_steps):
+    for numbers in ranks(2).run(steps_of_stream, tmp_path, options):
+        assert numbers == [list(range(num_steps)), []]
+
+
+def steps_of_stream(folder, options):
+    """Numbers of the steps of a stream of four batches, and of those that are left when the run is over."""
+    run = prepared(list(Numbers(12)), step_max_length=40, sequences_per_step=9, **options)
+    batches = lw.StreamBatches(run, Numbers(12), sequences_per_step=3)
+    numbers = [[], []]
+    for number in numbers:
+        for step in run.steps(batches, plan_ahead=True):
+            for micro_batch in step:
+                step.backward(run.model(**micro_batch.inputs)[1])
+            step.update()
+            number.append(step.number)
+    run.close()
+    return numbers
+
+
 STREAM = {"sequences_per_step": 9, "look_ahead": 5}
 
 

@@ -47,7 +47,8 @@ class PrepareOptions(
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     steps: NumSteps | None = None
-    """The number of optimizer steps; None: those of epochs. (A configuration's train.steps is 100.)"""
+    """The number of optimizer steps, also where ranks bring batches to run.steps; None: those of epochs. (A
+    configuration's train.steps is 100.)"""
     epochs: int = Field(default=1, ge=1)
     """The number of times that every sequence is learned from. (In a configuration, train.steps decides where
     train.epochs is left out.)"""

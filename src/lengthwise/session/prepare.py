@@ -124,7 +124,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             prepared.frozen(frozen, check=chosen.check)
         stream, longest = planned_stream(stream, prepared, sequences.lengths)
         calibration = planner if isinstance(planner, OnlineCalibration) else None
-        return Run(
+        run = Run(
             prepared,
             stream=stream,
             planner=planner,
@@ -152,6 +152,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     except BaseException:
         prepared.close()
         raise
+    run.limits_own_batches = chosen.steps is not None
+    return run
 
 
 def read_corpus(

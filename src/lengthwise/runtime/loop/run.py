@@ -51,6 +51,9 @@ _log = logging.getLogger("lengthwise")
 class Run(WatchedModel):
     """A prepared training run, as ``prepare`` returns it; every rank makes the same calls of it in the same order."""
 
+    limits_own_batches = False
+    """Whether steps of batches that ranks bring end after ``num_steps``, too."""
+
     def __init__(
         self,
         prepared: PreparedModel,
@@ -132,13 +135,13 @@ class Run(WatchedModel):
         return None if self._pending.brought is not None else self._readers
 
     def steps(self, batches: Iterable[Iterable[Any]] | None = None, *, plan_ahead: bool = False) -> Iterator[Step]:
-        """Iterate over the steps up to ``num_steps``; a step that was aborted comes again, with a new plan.
+        """Iterate over the steps that are left; a step that was aborted comes again, with a new plan.
 
         A step is aborted where a rank ran out of memory, where its update raised, and where a loop left it, by an
         error that it caught or a ``break``. Called again, the steps go on where they were.
 
         ``batches``: instead of the corpus, what this rank brings to each step, as :meth:`step` takes it; the steps end
-        when no rank has a batch left. A checkpoint has ``next_step``, by which a loop skips batches that are done.
+        when no rank has a batch left, or after ``steps`` of ``prepare``. ``next_step`` says how many batches are done.
         ``plan_ahead``: whether the batch of the next step is read when a step begins, and planned while it computes,
         where a batch does not depend on the step before. A loop that is left keeps it for the same iterator.
 
@@ -148,12 +151,11 @@ class Run(WatchedModel):
         own_batches = None if batches is None else iter(batches)
         while True:
             self._leave_unfinished("run.steps()")
-            if own_batches is not None and self._pending.batch is None:
-                step = self._step_of(partial(self._ahead.take, own_batches))
-                if step is None:
-                    return
-            elif own_batches is None and self.next_step >= self.num_steps:
+            if self.next_step >= self.num_steps and (own_batches is None or self.limits_own_batches):
                 return
+            if own_batches is not None and self._pending.batch is None:
+                if (step := self._step_of(partial(self._ahead.take, own_batches))) is None:
+                    return
             else:
                 step = self._plan()
             self._step = step
@@ -254,9 +256,8 @@ class Run(WatchedModel):
         return self.begin_step(cut.plan, clock, attempt=pending.attempt)
 
     def _plan_units(self, planner: Planner, batch: GlobalBatch, tree_of: TreeOf) -> CutPlan:
-        if self._plan_with_cuts is None:
-            return CutPlan(plan=planner(batch), batch=batch)
-        return self._plan_with_cuts(planner, batch, tree_of)
+        plan = self._plan_with_cuts
+        return CutPlan(plan=planner(batch), batch=batch) if plan is None else plan(planner, batch, tree_of)
 
     def begin_step(self, plan: StepPlan, clock: StepClock, *, attempt: int = 0) -> Step:
         """Start the step of a plan that every rank has; ``attempt``: how often it was given up before.
@@ -277,8 +278,7 @@ class Run(WatchedModel):
         """
         self.discard()
         failures = failures_of(reports)
-        failed = failures[0]
-        reason = failure_text(step.plan, failed)
+        failed, reason = failures[0], failure_text(step.plan, failures[0])
         self.note_failure(reason)
         if self.coupling is not None and isinstance(step, CoupledStep) and step.num_kept:
             self.coupling.keep_forwards = lambda plan: frozenset()
