@@ -91,9 +91,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Move to the front of the callbacks whose handler calls this one."""
         handler = _caller_of(self)
         if handler is not None and handler.callbacks[0] is not self:
-            handler.callbacks.remove(
-                self
-            )  # as many come before the next one as did: none is left out, none called twice
+            handler.callbacks.remove(self)  # while the handler iterates: all that come after keep their places
             handler.callbacks.insert(0, self)
 
     def _note(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
