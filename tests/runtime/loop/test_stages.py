@@ -181,9 +181,9 @@ def test_a_rank_that_fails_in_a_check_of_gathered_stages_keeps_no_other_waiting(
 
 def test_a_model_called_twice_or_beside_frozen_ones_is_refused_in_stages():
     stage = StagedForward(layers=range(1), num_layers=2, receive=torch.zeros_like)
-    stage.begin()
+    stage.begin(torch.nn.Identity(), {})
     with pytest.raises(InputError, match="called twice in a micro-batch of a pipeline with several stages"):
-        stage.begin()
+        stage.begin(torch.nn.Identity(), {})
     run = make_run(model_of(), degree=1)
     assert not run.stage_problem
     run.frozen_models.append(run.wrapped_model)

@@ -4,6 +4,7 @@ Every rank alone computes a pack with all layers, and then stage by stage, handi
 as ranks would. What else passes between layers, such as a router's loss over all of them or a skip connection, makes
 the two differ. Forwards of all stages come first, and are computed again for their backwards, so that no more than one
 stage is kept: where weights are gathered by layer, a rank has those of one at a time, and those before all layers.
+What the last stage gives a loop beside the loss is compared, too.
 Backwards of stages are whole, or split as plans with a zero bubble have them. Where plans cut micro-batches into
 slices, every stage computes the slices of the pack in order, and their backwards in reverse.
 """
@@ -25,6 +26,7 @@ from lengthwise.runtime.loop.synthetic_batches import LENGTHS, varied, whole_sha
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
 from lengthwise.runtime.verify.gradient_check import Tolerance, compare_precisely, worst_difference
+from lengthwise.runtime.verify.stage_values import ForwardValues, check_last_stage, values_of_forward
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
     gradients_of_pack,
@@ -53,13 +55,17 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool =
         CheckError: they differ by more than rounding.
         InputError: the model cannot be computed in stages at all, or no backward of its layers can be split.
     """
+    if slices and len(stage_layers) > 1 and not run.is_cuttable:
+        check_stages(run, stage_layers)
     cuts: Cuts = CUTS if slices else (None,)
     what = f"stages of {list(stage_layers)} layers{' in slices' if slices else ''}"
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
         with varied(run, LENGTHS):
-            expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, LENGTHS), fill), what)
-            on_every_rank(run, partial(_compare, run, stage_layers, splits, cuts, expected, tolerance), what)
+            values = ForwardValues()
+            with values_of_forward(run.model, values):
+                expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, LENGTHS), fill), what)
+            on_every_rank(run, partial(_compare, run, stage_layers, splits, cuts, expected, values, tolerance), what)
 
     compare_precisely(run, compare)
 
@@ -70,12 +76,15 @@ def _compare(
     splits: bool,
     cuts: Cuts,
     expected: GradientResult,
+    whole: ForwardValues,
     tolerance: Tolerance,
 ) -> None:
-    worst = worst_difference(run, _gradients_in_stages(run, stage_layers, splits, cuts), expected, tolerance)
+    last = ForwardValues()
+    in_stages = _gradients_in_stages(run, stage_layers, splits, cuts, last)
+    worst = worst_difference(run, in_stages, expected, tolerance)
     if worst.ratio > 1.0 and (splits or len(cuts) > 1):
-        in_stages = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)
-        if in_stages.ratio <= 1.0:
+        unlike = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)
+        if unlike.ratio <= 1.0:
             otherwise, setting = (
                 ("that split their backwards than in one", "zero_bubble='none'")
                 if splits
@@ -86,19 +95,27 @@ def _compare(
                 f"{otherwise}: {worst.name} differs by {worst.relative:.1e} (limit {tolerance.relative:.0e}); plan "
                 f"with {setting}"
             )
-        worst = in_stages
+        worst = unlike
     if worst.ratio > 1.0:
         raise CheckError(
             f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers than in one: "
             f"{worst.name} differs by {worst.relative:.1e} (limit {tolerance.relative:.0e}), so more than hidden "
             f"states passes between its layers; plan with one stage ({Setting.MAX_STAGES}=1)"
         )
+    if len(cuts) == 1:
+        check_last_stage(run.model, last, whole, tolerance.relative)
 
 
 def _gradients_in_stages(
-    run: PreparedModel, stage_layers: Sequence[int], splits: bool = False, cuts: Cuts = (None,)
+    run: PreparedModel,
+    stage_layers: Sequence[int],
+    splits: bool = False,
+    cuts: Cuts = (None,),
+    last: ForwardValues | None = None,
 ) -> GradientResult:
     """Loss and gradients of a pack that goes through the stages one after another on this rank.
+
+    ``last``: gets what the forward of the last stage gives beside them.
 
     Raises:
         InputError: backwards are to be split, and none can be.
@@ -114,7 +131,9 @@ def _gradients_in_stages(
         for layers in reversed(stages):
             with run.pinned(weights_of_layers(layers, used)):
                 later = WeightGradients(is_open=False) if splits and layers.start else None
-                computed = list(_forwards(run, layers, received.pop(), cuts, later))
+                seen = last if layers is stages[-1] else None
+                with nullcontext() if seen is None else values_of_forward(run.model, seen):
+                    computed = list(_forwards(run, layers, received.pop(), cuts, later))
                 loss += sum(float(part.result.detach()) for part in computed if part.stage.is_last)
                 for number in reversed(range(len(cuts))):
                     with nullcontext() if later is None else later.opened():

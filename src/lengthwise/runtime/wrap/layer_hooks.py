@@ -170,12 +170,13 @@ class HookedLayers:
             self._hidden_keys[number] = hidden_states_key(args, kwargs, before, output)
 
     def _skipped(self, number: int, stage: StagedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
+        """The output of a layer before the stage: NaN, or of the last of them what the stage before sent."""
         self._skip(number)
         hidden_states_in(self._last)
         hidden_states = self._hidden_states(number, args, kwargs)
-        if number == stage.layers.start - 1 and hidden_states is not None:
-            return _passed_on(self._last, stage.received(hidden_states))
+        if hidden_states is not None:
+            is_next = number == stage.layers.start - 1
+            hidden_states = stage.received(hidden_states) if is_next else stage.skipped(number, hidden_states)
         return _passed_on(self._last, hidden_states)
 
     def _skip(self, number: int) -> None:

@@ -1,17 +1,22 @@
 """A micro-batch on one stage of a pipeline: the model's stock forward runs, but only the stage's layers compute.
 
-Layers before the stage pass their input on, and the last of them returns what the stage before sent instead, so that
-code between layers computes with it. After the stage's last layer the forward ends, except on the last stage.
+Layers before the stage return NaN, and the last of them returns what the stage before sent, so that code between layers
+computes with it. After the stage's last layer the forward ends, except on the last stage. A loss that reads what a
+layer of an earlier stage returned is refused in its backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lengthwise.core.errors import InputError, Setting
+from lengthwise.config.setting_names import as_option
+from lengthwise.core.errors import InputError, Setting, errors_spelt
+
+OF_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Arguments of models of transformers, and fields of their configs, that ask for what each layer gives."""
 
 
 class StageEndError(Exception):
@@ -51,18 +56,35 @@ class StagedForward:
         """Whether no stage comes after this one."""
         return self.layers.stop == self.num_layers
 
-    def begin(self) -> None:
-        """Begin the forward.
+    def begin(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Begin a forward of ``model``, called with ``arguments``.
 
         Raises:
-            InputError: there was one before in this micro-batch.
+            InputError: there was one before in this micro-batch, or what layers of other stages give is asked for.
         """
+        config = getattr(model, "config", None)
+        asked = next((name for name in OF_LAYERS if arguments.get(name, getattr(config, name, None))), None)
+        if asked and not (self.is_first and self.is_last):
+            raise InputError(
+                f"{asked}=True asks {type(model).__name__} for what each layer gives, and in a pipeline of several "
+                f"stages other ranks compute some of them; plan with one stage ({Setting.MAX_STAGES}=1), or set it in "
+                "the model's config before prepare"
+            )
         if self.is_begun:
             raise InputError(
                 "the model was called twice in a micro-batch of a pipeline with several stages, which send each other "
                 f"the hidden states of one call; plan with one stage ({Setting.MAX_STAGES}=1)"
             )
         self.is_begun = True
+
+    def skipped(self, layer: int, like: Tensor) -> Tensor:
+        """NaN in place of what a layer before the stage returns, in the shape and dtype of ``like``."""
+        if not like.is_floating_point():
+            return like
+        if not torch.is_grad_enabled():
+            return torch.full_like(like, torch.nan)
+        missing: Tensor = _ElsewhereComputed.apply(like.detach().requires_grad_(), layer)
+        return missing
 
     def received(self, like: Tensor) -> Tensor:
         """Receive the stage's input, in the shape and dtype of ``like``, as a leaf that requires a gradient."""
@@ -74,6 +96,23 @@ class StagedForward:
         if not self.is_last:
             self.output = hidden_states_in(output)
             raise StageEndError
+
+
+class _ElsewhereComputed(torch.autograd.Function):
+    """What a layer of another stage returns, whose gradient has no way to it."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, layer: int) -> Tensor:
+        ctx.layer = layer
+        return torch.full_like(like, torch.nan)
+
+    @staticmethod
+    @errors_spelt(as_option)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InputError(
+            f"the loss reads what layer {ctx.layer} returned, which another rank computes in a pipeline of several "
+            f"stages; plan with one stage ({Setting.MAX_STAGES}=1)"
+        )
 
 
 def hidden_states_in(output: Any) -> Tensor:

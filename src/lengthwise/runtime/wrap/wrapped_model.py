@@ -299,7 +299,7 @@ class WrappedModel:
             if not shard.has_failed:
                 self._learn_masks(shard)
             if shard.stage_pass is not None:
-                shard.stage_pass.begin()
+                shard.stage_pass.begin(self.model, call.kwargs)
             output = None if shard.has_failed else self._compute(shard, call.args, call.kwargs)
         except StageEndError:
             forward.ended = shard.num_exchanges

@@ -1,0 +1,86 @@
+"""Models whose loops may read what early layers made are trained in one stage, and others keep their stages."""
+
+import warnings
+
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.loop.synthetic_batches import whole_shard
+from lengthwise.runtime.verify.stage_check import check_stages
+from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.stage_pass import StagedForward
+from tests.runtime.harness import with_check
+from tests.runtime.loop.profile_runs import llama
+from tests.session.structure_runs import LENGTHS, OPTIONS, build, outcomes, rows
+
+ONE_EACH = (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Returned", r"returns what its earlier layers made \(output\[2\]\['states'\]\[0\]\)"),
+        ("ReturnedDetached", r"returns what its earlier layers made \(output\[2\]\)"),
+        ("Summed", r"returns what its earlier layers made \(output\[2\]\)"),
+        ("Kept", r"blocks\.0\.term of Kept keeps what a layer made"),
+        ("KeptInBag", r"blocks\.0\.bag\.terms\[\d+\] of KeptInBag keeps what a layer made"),
+        ("KeptBeside", r"tests\.session\.early_values\['KEPT'\]\[\d\] of KeptBeside keeps what a layer made"),
+        ("KeptByHook", r"blocks\.0\.mlp\._forward_hooks\[0\]\[0\] of KeptByHook keeps what a layer made"),
+        ("LastKept", ""),
+    ],
+)
+def test_stages_are_refused_where_a_loss_may_read_what_early_layers_made(name, reason):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of weight norm
+        model = build(f"early_values.{name}")
+    run = lw.prepare(model, rows(), steps=1, **OPTIONS)
+    if not reason:
+        check_stages(run, ONE_EACH)
+    else:
+        with pytest.raises(CheckError, match=reason + r".*plan with one stage"):
+            check_stages(run, ONE_EACH)
+        with pytest.raises(CheckError, match=reason):
+            check_stages(run, ONE_EACH, slices=True)
+    run.close()
+
+
+def test_a_plan_in_stages_of_ones_own_is_refused_and_others_train(ranks):
+    for found in ranks(3).run(with_check, outcomes, "early_values.Kept", kinds=("ring", "stages")):
+        assert found["ring"] < 1e-10
+        assert str(found["stages"]).startswith("CheckError: blocks.0.term of Kept keeps what a layer made")
+
+
+def last_stage(model, **arguments):
+    """The output of a forward on a last stage of one layer, for which the one before sent zeros."""
+    run = lw.prepare(model, rows(), steps=1, **OPTIONS)
+    pack = Pack(ids=(0,), lengths=LENGTHS[:1])
+    shard = whole_shard(run, pack)
+    shard.stage_pass = StagedForward(layers=range(2, 3), num_layers=3, receive=torch.zeros_like)
+    with active(shard):
+        micro_batch = run.make(shard, pack)
+        try:
+            return model(**micro_batch.inputs, **arguments)
+        finally:
+            run.close()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_a_loss_of_a_layer_on_another_stage_has_no_backward(is_frozen):
+    """A forward may return other values than when stages were compared."""
+    model = build("early_values.Returned")
+    for embedding in (model.tokens, model.places):
+        embedding.requires_grad_(not is_frozen)
+    _, loss, states = last_stage(model)
+    loss.backward()
+    first, received, _ = states["states"]
+    assert first.isnan().all() and not loss.isnan() and not received.any()
+    with pytest.raises(InputError, match=r"reads what layer 0 returned, .*; plan with one stage \(max_stages=1\)"):
+        first.square().sum().backward()
+
+
+def test_hidden_states_that_a_call_asks_for_are_refused_in_stages():
+    with pytest.raises(InputError, match=r"output_hidden_states=True asks LlamaForCausalLM .*\(max_stages=1\)"):
+        last_stage(llama(), output_hidden_states=True)
