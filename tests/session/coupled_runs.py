@@ -1,5 +1,7 @@
 """Runs whose loss couples sequences of different micro-batches and ranks, and what can go wrong in their loops."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import nn
@@ -16,7 +18,17 @@ from tests.session import models
 from tests.session.branches import COLUMNS, groups
 from tests.session.branches import token_logps as branch_logps
 from tests.session.loops import as_started_by_torchrun, weights_of
-from tests.session.pairs import STEPS, UNITS_A_STEP, log_probabilities, pairs, preference, prepared, reference
+from tests.session.pairs import (
+    LR,
+    STEPS,
+    UNITS_A_STEP,
+    log_probabilities,
+    log_probability,
+    pairs,
+    preference,
+    prepared,
+    reference,
+)
 
 
 def all_micro_batches(plan):
@@ -62,6 +74,81 @@ def train_coupled_dpo(settings):
         run.close()
         results.append((losses, is_apart, weights_of(run.model)))
     return results
+
+
+class Tempered(models.GPT):
+    """Has a temperature that no forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.sharpness = nn.Parameter(torch.tensor(-1.2))
+
+
+def tempered():
+    torch.manual_seed(0)
+    return Tempered().double()
+
+
+def tempered_loss(model, gains):
+    """A loss that reads the temperature, and weights that forwards read as well."""
+    chosen, rejected = gains.unbind(1)
+    return 0.01 * model.norm.weight.square().sum() - F.logsigmoid(model.sharpness.exp() * (chosen - rejected)).mean()
+
+
+def train_tempered(settings):
+    """Losses and weights of three steps over twelve pairs, four each."""
+    results = []
+    for options in settings:
+        model, keep, losses = tempered(), KEPT[options["keep"]], []
+        options = {name: value for name, value in options.items() if name != "keep"}
+        run = prepared(
+            pairs(), model=model, coupled_loss=partial(tempered_loss, model), sequences_per_step=4,
+            order="corpus", steps=3, **options,
+        )  # fmt: skip
+        run.coupling.keep_forwards = keep
+        for step in run.steps():
+            for micro_batch in step:
+                step.couple(log_probabilities(model, micro_batch))
+            losses.append(step.update().loss)
+        run.close()
+        results.append((losses, weights_of(model)))
+    return results
+
+
+def train_tempered_alone():
+    """What a plain loop makes of it."""
+    model, losses = tempered(), []
+    for first in range(0, 12, 4):
+        units = pairs()[first : first + 4]
+        gains = torch.stack([torch.stack([log_probability(model, member) for member in unit]) for unit in units])
+        loss = tempered_loss(model, gains)
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+        losses.append(float(loss.detach()))
+    return losses, weights_of(model)
+
+
+def refused_reads():
+    """What is said of losses that read what gets no gradient."""
+    model, outside = tempered(), torch.tensor(0.5, requires_grad=True)
+    losses = {
+        "whole": lambda gains: outside * tempered_loss(model, gains),
+        "by-layer": partial(tempered_loss, model),
+    }
+    said = []
+    for weights, loss_of in losses.items():
+        run = prepared(pairs(), model=model, coupled_loss=loss_of, sequences_per_step=4, steps=1, weights=weights)
+        try:
+            for step in run.steps():
+                for micro_batch in step:
+                    step.couple(log_probabilities(model, micro_batch))
+        except LengthwiseError as error:
+            said.append(str(error))
+        run.close()
+    return said
 
 
 def train_dpo_with_fsdp2():

@@ -9,11 +9,14 @@ import torch
 from tests.session import models
 from tests.session.coupled_runs import (
     KEPT,
+    refused_reads,
     score_pairs,
     steps_with_dropout,
     train_coupled_dpo,
     train_dpo_with_fsdp2,
     train_on_branches,
+    train_tempered,
+    train_tempered_alone,
     troubled_steps,
 )
 from tests.session.pairs import SGD, log_probability
@@ -43,6 +46,23 @@ def test_dpo_with_members_of_pairs_on_different_ranks_trains_what_a_plain_loop_t
             np.testing.assert_allclose(losses, alone[0], rtol=EXACT, err_msg=str(way))
             assert_equal_weights(weights, alone[1])
             assert is_apart == (num_ranks > 1), (way, "pairs are split over ranks")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parameters_that_the_loss_itself_reads_get_its_gradient_once(ranks, num_ranks):
+    losses, weights = train_tempered_alone()
+    scaled = replace(SGD["optimizer"], loss_scale=256.0)
+    ways = ({"keep": "all"}, {"keep": "none", "policy": "static", "optimizer": scaled})
+    for trained in ranks(num_ranks).run(train_tempered, ways):
+        for found, trained_weights in trained:
+            np.testing.assert_allclose(found, losses, rtol=EXACT)
+            assert_equal_weights(trained_weights, weights)
+
+
+def test_tensors_that_would_get_no_gradient_from_the_loss_are_refused_by_name(ranks):
+    for foreign, sharded in ranks(2).run(refused_reads):
+        assert "coupled_loss reads a tensor [] that requires a gradient and is no parameter of the model" in foreign
+        assert "norm.weight cannot be read or written here: weights are gathered by layer" in sharded
 
 
 def test_dpo_of_a_model_that_fsdp2_shards_trains_what_a_plain_loop_trains(ranks, alone):

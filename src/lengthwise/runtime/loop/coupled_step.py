@@ -6,14 +6,14 @@ on with these numbers. Forwards whose graph has no room until then are computed 
 come a second time: the loop's body does the same twice, and noise is the same, for it belongs to tokens, not to calls.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.loop.coupled_values import (
@@ -32,7 +32,7 @@ from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
-from lengthwise.runtime.wrap.loss_backward import backward
+from lengthwise.runtime.wrap.loss_backward import LossTerm, backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
@@ -149,17 +149,41 @@ class CoupledStep(Step):
             return False
         try:
             self._coupled = couple(
-                run.world, self.plan, run.collator, self._said, form=form_of_values(reports), loss_of=self._loss_of
-            )
+                run.world, self.plan, run.collator, self._said, form=form_of_values(reports), loss_of=self._loss_of,
+                parameters=run.wrapped_model.structure.parameters,
+            )  # fmt: skip
+            self._check_reads(self._coupled.gradients)
         except LengthwiseError:
             self._give_up()  # on every rank
             raise
         if run.world.is_first:
             self._weighing.direct += self._coupled.loss
+            self._add_gradients(self._coupled.gradients)
         for position in self._again:
             del self._shards[position]
         self._said.clear()
         return True
+
+    def _check_reads(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raise ``InputError`` where the loss reads parameters of which a rank has shares; every rank raises it."""
+        is_sharded = self.run.gather is not None or isinstance(self.run.state, Fsdp2State)
+        if gradients and is_sharded:
+            raise InputError(
+                f"step {self.number}: coupled_loss reads {next(iter(gradients))}, and ranks have shares of parameters; "
+                "read it in the model's forward instead, where values are made, or use weights='whole' in prepare(...)"
+            )
+
+    def _add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradients of parameters that the loss itself reads, on one rank for all."""
+        parameters = self.run.wrapped_model.structure.parameters
+        if not gradients:
+            return
+        self.run.gradients.check()
+        terms = [
+            LossTerm(value=(parameters[name] * gradient).sum(), weight=1.0) for name, gradient in gradients.items()
+        ]
+        backward(terms, scale=scale_of(self.run.state.loss_scaler))
+        self.run.gradients.release()
 
     def _run_kept(self, position: int) -> None:
         """Run the backward of a micro-batch whose graph was kept."""

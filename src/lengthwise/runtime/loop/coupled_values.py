@@ -6,8 +6,9 @@ of its own sequences (Gao et al., 2021, section 3, for contrastive losses). U un
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ MOST_AXES = 6
 """Axes of the values of a sequence."""
 SAME_LOSS = 1e-6
 """Relative difference of a loss on two ranks, whose devices may round differently."""
+INDEPENDENT = "a number that does not depend on them"
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -61,6 +63,8 @@ class Coupled:
     loss: float
     slopes: Tensor
     """[S, ...] in the order of ``rows``."""
+    gradients: dict[str, Tensor]
+    """Its derivatives by parameters of the model that it reads itself, by name."""
     rows: dict[int, int]
     """The row of each sequence by its number."""
 
@@ -111,12 +115,15 @@ def couple(
     *,
     form: tuple[list[int], torch.dtype],
     loss_of: CoupledLoss,
+    parameters: Mapping[str, Tensor],
 ) -> Coupled:
     """Gather the values of all sequences of a step and differentiate its loss by them; every rank calls this.
 
+    ``parameters``: of the model, which the loss may read as well.
+
     Raises:
         InputError: ``loss_of`` fails, returns no number, one that does not depend on the values, or different numbers
-            on different ranks; every rank raises it.
+            on different ranks, or reads other tensors that require a gradient; every rank raises it.
     """
     packs = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
     numbers = sorted(number for pack in packs for number in collator.members(collator.computed(pack)))
@@ -127,7 +134,7 @@ def couple(
         if part.is_first:
             rows_SX[[rows[number] for number in part.numbers]] = part.values.to(rows_SX.device)
     values = sum_over_ranks(rows_SX).requires_grad_()  # every row has one summand that is not zero, so it is exact
-    by_unit, slopes, loss = values, None, torch.zeros(())
+    by_unit, slopes, loss, gradients = values, None, torch.zeros(()), dict[str, Tensor]()
     problem = sizes_problem(loss_of, collator.units)
     try:
         with torch.enable_grad():
@@ -137,7 +144,13 @@ def couple(
                 by_unit = values if collator.units is None else values.unflatten(0, (-1, collator.units.num_members))
                 loss = loss_of(by_unit)
             problem = problem or _problem_of_loss(loss, list(by_unit.shape))
-            slopes = None if problem else torch.autograd.grad(loss, [values])[0]
+            read = {} if problem else _parameters_in(loss, values, parameters)
+            if not problem:
+                slopes, *of_read = torch.autograd.grad(loss, [values, *read.values()], allow_unused=True)
+                problem = "" if slopes is not None else _returned(list(by_unit.shape), INDEPENDENT)
+                gradients = dict(zip(read, of_read))
+    except InputError as error:
+        problem = error.marked
     except Exception as error:
         problem = f"coupled_loss failed on values {list(by_unit.shape)}: {type(error).__name__}: {error}"
     own_loss = float("nan") if problem else float(loss.detach())
@@ -153,7 +166,33 @@ def couple(
             "depend on its argument alone"
         )
     assert slopes is not None, "a loss without a problem was differentiated"
-    return Coupled(loss=own_loss, slopes=slopes, rows=rows)
+    return Coupled(loss=own_loss, slopes=slopes, gradients=gradients, rows=rows)
+
+
+def _parameters_in(loss: Tensor, values: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of the model that a loss reads beside the values.
+
+    Raises:
+        InputError: it reads another tensor that requires a gradient.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    seen, waiting, parameters_read = set[Any](), [loss.grad_fn], dict[str, Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        read = getattr(node, "variable", None)  # of a leaf
+        if read is None or read is values:
+            continue
+        if id(read) not in names:
+            raise InputError(
+                f"coupled_loss reads a tensor {list(read.shape)} that requires a gradient and is no parameter of the "
+                "model, so it would get none; make it an nn.Parameter of one of the model's modules, or detach it"
+            )
+        parameters_read[names[id(read)]] = read
+    return dict(sorted(parameters_read.items()))
 
 
 def takes_unit_ids(loss_of: CoupledLoss) -> bool:
@@ -189,9 +228,13 @@ def _problem_of_loss(loss: object, shape: list[int]) -> str:
     elif loss.dim() or not loss.is_floating_point():
         what = f"{str(loss.dtype).removeprefix('torch.')} of shape {list(loss.shape)}"
     elif not loss.requires_grad:
-        what = "a number that does not depend on them"
+        what = INDEPENDENT
     else:
         return ""
+    return _returned(shape, what)
+
+
+def _returned(shape: list[int], what: str) -> str:
     return f"coupled_loss takes the values {shape} of all sequences and returns one number made of them; got {what}"
 
 
