@@ -241,7 +241,9 @@ def steps_with_dropout(keeps):
         run.next_step, run.coupling.keep_forwards = 0, KEPT[keep]
         step = run.step(pairs(12, seed=4)[6:9][run.world.rank :: run.world.size])
         for micro_batch in step:
-            step.couple(log_probabilities(run.model, micro_batch))
+            first, second = (log_probabilities(run.model, micro_batch) for _ in range(2))
+            assert (first != second).any(), "each call has dropout of its own"
+            step.couple(first + 0.5 * second)
         step.update()
     run.close()
     return gradients

@@ -135,7 +135,8 @@ class AttentionCalls:
         self._check_mask(number, rule, given=True, causal=False)
         assert self._masks is not None, "masks come with rules"
         sees = self._masks.kind(number, self._other_bias(number, rule, attended, operations), self.shard)
-        kind = AttentionRequest(scale=rule.scale, dropout=attended.dropout, call=number, **sees)
+        drawn = self.shard.counts.in_micro_batch(number)
+        kind = AttentionRequest(scale=rule.scale, dropout=attended.dropout, call=drawn, **sees)
         # some models take logits in float32 and weights in the dtype of the values
         q, k, v = (slots_first(x) for x in (query, attended.key, value.to(query.dtype)))
         out = attend_shard(q, k, v, kind, self.shard)

@@ -37,6 +37,8 @@ from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 
+CALLS = 1 << 40
+"""Numbers of calls of a forward, of all kinds."""
 ALMOST_ONE = 1.0 - 2.0**-24
 """The largest uniform number in float32: a draw of it leaves out no layer."""
 
@@ -54,6 +56,12 @@ class CallCounts:
     """Products of two tensors, such as that of queries and keys."""
     layers: int = 0
     """Layers that a model asks to recompute by itself."""
+    forward: int = 0
+    """The number of this forward in its micro-batch, from 0, of whatever model."""
+
+    def in_micro_batch(self, call: int) -> int:
+        """The number of a call of this forward among those of all forwards of the micro-batch, for random draws."""
+        return call + self.forward * CALLS
 
     @property
     def all_attention(self) -> int:

@@ -1,5 +1,7 @@
 """Counter-based RNG keyed by (seed, step, call, sequence, position), so that draws do not depend on sharding.
 
+Calls are numbered over all forwards of a micro-batch, so that two forwards of it draw other numbers.
+
 Whoever computes a token, at whatever degree, in whatever pack and however often, draws the same for it. (The published
 code of data-centric parallel draws from each rank's own generator, so that the ranks of a group may train on different
 noise for one sample.) The hash is the finaliser of SplitMix64 (Steele et al. 2014), applied word by word. Numbers are

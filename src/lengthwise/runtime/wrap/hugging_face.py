@@ -65,8 +65,9 @@ def attention(
     shard = shards.current()
     mask = attention_mask if isinstance(attention_mask, SymbolicMask) else None
     causal, window = _seen(module, mask, is_causal, sliding_window)
+    call = shard.counts.in_micro_batch(REGISTERED + shard.counts.registered)
     kind = AttentionRequest(
-        causal=causal, scale=scaling, window=window, dropout=dropout, call=REGISTERED + shard.counts.registered,
+        causal=causal, scale=scaling, window=window, dropout=dropout, call=call,
         mask=None if mask is None or mask.function is None else sequence_mask(mask.function, shard),
         softcap=others.get("softcap"), sinks=sinks,
     )  # fmt: skip

@@ -87,7 +87,7 @@ class SequenceBySequence:
         for sequence, span, num_targets in zip(padded, pairwise(shard.cu_seqlens), shard.num_targets()):
             if sequence < 0:
                 continue
-            shard.counts = CallCounts()
+            shard.counts = CallCounts(forward=shard.counts.forward)
             some_args, some_kwargs = self._cut((args, kwargs), *span, shard.num_slots)
             if made:
                 inputs = made[len(outputs)]
@@ -246,8 +246,8 @@ def _axis_of(tensor: Tensor, num_slots: int) -> int | None:
 
 @contextmanager
 def seed_for_sequence(shard: PackShard, sequence: int) -> Iterator[None]:
-    """Within, seed all random generators for a sequence in its step; restore them afterwards."""
-    seed = mix_word(mix_word(mix_word(shard.seed) ^ shard.step) ^ sequence)
+    """Within, seed all random generators for a sequence in this forward of its step; restore them afterwards."""
+    seed = mix_word(mix_word(mix_word(shard.seed) ^ shard.step) ^ shard.counts.in_micro_batch(sequence))
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [shard.device] if shard.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

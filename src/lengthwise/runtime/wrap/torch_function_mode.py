@@ -157,7 +157,16 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             if rule.dim is None:
                 raise InputError(f"attention call {number} drops weights, but has no axis of slots to draw them by")
             return attend_rows_dropping(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, rule.dim, LOCAL + number, self.shard
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                rule.dim,
+                self.shard.counts.in_micro_batch(LOCAL + number),
+                self.shard,
             )
         self._check_mask(number, rule, given=attn_mask is not None, causal=is_causal)
         sees: dict[str, Any] = {"causal": rule.note == "causal"}
@@ -168,7 +177,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             assert self._masks is not None, "masks come with rules"
             self._masks.check_band(number, attn_mask, self.shard, causal=rule.note == "causal")
         self._check_scale(number, rule, scale)
-        kind = AttentionRequest(scale=scale, dropout=dropout_p, call=number, **sees)
+        drawn = self.shard.counts.in_micro_batch(number)
+        kind = AttentionRequest(scale=scale, dropout=dropout_p, call=drawn, **sees)
         q, k, v = (slots_first(x) for x in (query, key, value))
         out = attend_shard(q, k, v, kind, self.shard)
         num_heads = query.shape[-3] if query.dim() > 2 else 1
@@ -196,7 +206,11 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
                 f"{other.removeprefix('refused: ')}; {ON_PACKS}"
             )
         kind = AttentionRequest(
-            causal=call.causal, scale=call.scale, window=call.window, dropout=call.dropout, call=number
+            causal=call.causal,
+            scale=call.scale,
+            window=call.window,
+            dropout=call.dropout,
+            call=self.shard.counts.in_micro_batch(number),
         )
         q, k, v = (x.movedim(call.slot_dim, 0).flatten(1, -2) for x in (query, call.key, call.value))
         out_tNH = attend_shard(q, k, v, kind, self.shard)
@@ -234,7 +248,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         if rule is None:
             return func(input, p, training, inplace)
         shard, dim = self._slots_of(rule, "dropout")
-        keep = keep_like(input, dim, p, shard.counts.noise - 1, shard)
+        keep = keep_like(input, dim, p, shard.counts.in_micro_batch(shard.counts.noise - 1), shard)
         factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         return input.mul_(keep).mul_(factor) if inplace else (input * keep) * factor  # booleans are kept, no numbers
 
@@ -253,7 +267,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             return func(input, **options)
         shard, dim = self._slots_of(rule, func.__name__)
         like = torch.empty_like(input, dtype=options.get("dtype") or input.dtype)
-        return draw(like, dim, shard.counts.noise - 1, shard).requires_grad_(options.get("requires_grad", False))
+        call = shard.counts.in_micro_batch(shard.counts.noise - 1)
+        return draw(like, dim, call, shard).requires_grad_(options.get("requires_grad", False))
 
     def _other_noise(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func is torch.rand and args in ONE_NUMBER:  # one number: to skip layers by

@@ -280,7 +280,7 @@ class WrappedModel:
         num_slots = 0 if self.make_inputs is not None else shard.num_slots
         check_arguments(type(self.model).__name__, args, kwargs, num_slots)
         shard.gathers.clear()
-        shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
+        shard.counts, shard.dtype = shards.CallCounts(forward=len(shard.passes)), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():
             call = self._inputs.completed(shard, args, kwargs, is_frozen=self._is_frozen)
             self.layers.begin()
