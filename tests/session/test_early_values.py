@@ -53,9 +53,10 @@ def test_a_plan_in_stages_of_ones_own_is_refused_and_others_train(ranks):
         assert str(found["stages"]).startswith("CheckError: blocks.0.term of Kept keeps what a layer made")
 
 
-def last_stage(model, **arguments):
-    """The output of a forward on a last stage of one layer, for which the one before sent zeros."""
+def last_stage(model, change=lambda model: None, **arguments):
+    """After a ``change`` of the prepared model, what it returns on a stage of one layer that gets zeros."""
     run = lw.prepare(model, rows(), steps=1, **OPTIONS)
+    change(model)
     pack = Pack(ids=(0,), lengths=LENGTHS[:1])
     shard = whole_shard(run, pack)
     shard.stage_pass = StagedForward(layers=range(2, 3), num_layers=3, receive=torch.zeros_like)
@@ -84,3 +85,36 @@ def test_a_loss_of_a_layer_on_another_stage_has_no_backward(is_frozen):
 def test_hidden_states_that_a_call_asks_for_are_refused_in_stages():
     with pytest.raises(InputError, match=r"output_hidden_states=True asks LlamaForCausalLM .*\(max_stages=1\)"):
         last_stage(llama(), output_hidden_states=True)
+
+
+def halve(module, inputs, gradients):
+    return tuple(None if gradient is None else gradient / 2 for gradient in inputs)
+
+
+HOOKS = {
+    "full backward": lambda layer: layer.register_full_backward_hook(halve),
+    "forward": lambda layer: layer.mlp.register_forward_hook(lambda module, inputs, output: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_in_layers_that_come_after_prepare_are_refused_in_stages(kind):
+    """A stage's forward ends within its last layer, and what a hook collects is there on one stage alone."""
+    with pytest.raises(InputError, match=r"layer 1 \(Block\) has a hook that was registered after prepare"):
+        last_stage(build("structures.Plain"), lambda model: HOOKS[kind](model.blocks[1]))
+
+
+def test_hooks_in_layers_that_were_there_before_are_compared():
+    def compared(change):
+        model = build("structures.Plain")
+        change(model.blocks[1])
+        run = lw.prepare(model, rows(), steps=1, **OPTIONS)
+        try:
+            check_stages(run, ONE_EACH)
+        finally:
+            run.close()
+
+    compared(lambda layer: layer.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] / 2,)))
+    compared(lambda layer: layer.register_forward_hook(lambda module, inputs, output: output / 2))
+    with pytest.raises(CheckError, match="learns something else in stages"):
+        compared(HOOKS["full backward"])

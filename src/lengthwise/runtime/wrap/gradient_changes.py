@@ -30,7 +30,7 @@ def hooks_on_gradients(model: nn.Module) -> set[str]:
     return hooks
 
 
-def _is_ours(hook: Callable[..., object]) -> bool:
+def is_ours(hook: Callable[..., object]) -> bool:
     """Whether this library registered a hook."""
     function = hook.func if isinstance(hook, partial) else hook
     return (getattr(function, "__module__", None) or "").startswith("lengthwise.")
@@ -46,7 +46,7 @@ class ObserveGradientChanges(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Note a hook, and call the function."""
-        if func is Tensor.register_hook and not _is_ours(args[1]):
+        if func is Tensor.register_hook and not is_ours(args[1]):
             self.found.add("a hook on the gradient of a tensor")
         return func(*args, **(kwargs or {}))
 

@@ -15,6 +15,7 @@ from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.late_hooks import LateHooks
 from lengthwise.runtime.wrap.offload_layers import (
     by_position,
     hidden_states_key,
@@ -81,6 +82,8 @@ class HookedLayers:
         self.may_slice = False
         """Whether plans may cut micro-batches into slices: the model was compared that computes some."""
         self._modules = list(layers)
+        self.late_hooks = LateHooks(self._modules)
+        """Hooks that were registered on layers since."""
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         numbers_of: dict[nn.Module, list[int]] = {}
         for number, layer in enumerate(layers):

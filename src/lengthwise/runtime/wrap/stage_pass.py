@@ -56,6 +56,11 @@ class StagedForward:
         """Whether no stage comes after this one."""
         return self.layers.stop == self.num_layers
 
+    @property
+    def is_only(self) -> bool:
+        """Whether there is no other stage."""
+        return self.is_first and self.is_last
+
     def begin(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Begin a forward of ``model``, called with ``arguments``.
 
@@ -64,7 +69,7 @@ class StagedForward:
         """
         config = getattr(model, "config", None)
         asked = next((name for name in OF_LAYERS if arguments.get(name, getattr(config, name, None))), None)
-        if asked and not (self.is_first and self.is_last):
+        if asked and not self.is_only:
             raise InputError(
                 f"{asked}=True asks {type(model).__name__} for what each layer gives, and in a pipeline of several "
                 f"stages other ranks compute some of them; plan with one stage ({Setting.MAX_STAGES}=1), or set it in "

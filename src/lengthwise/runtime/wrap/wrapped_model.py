@@ -300,6 +300,8 @@ class WrappedModel:
                 self._learn_masks(shard)
             if shard.stage_pass is not None:
                 shard.stage_pass.begin(self.model, call.kwargs)
+                if not shard.stage_pass.is_only:
+                    self.layers.late_hooks.check()
             output = None if shard.has_failed else self._compute(shard, call.args, call.kwargs)
         except StageEndError:
             forward.ended = shard.num_exchanges
