@@ -378,8 +378,8 @@ def couple(sums, others):
 
 
 def train_with_sums(degree, recomputed, fails, teacher_first):
-    """Two steps of a loss over sums by sequence of the model and of a teacher; the steps that were void."""
-    model, teacher = model_of(), teacher_of()
+    """Two steps of a loss over sums by sequence of the model and of a teacher without gradients; the void steps."""
+    model, teacher = model_of(), teacher_of().requires_grad_(False)
     run, void = make_run(model, degree=degree, recomputed=recomputed, num_steps=2), []
     run.frozen(teacher)
     run.on_oom = lambda step, failures: void.append(step.number)

@@ -80,6 +80,14 @@ class ModelStructure:
             )
         return next(iter(names))
 
+    @cached_property
+    def computed_dtype(self) -> torch.dtype:
+        """The dtype of its first trained parameter; of a model that trains none, of its first parameter of floats."""
+        floats = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
+        first = next(iter(self.parameters.values()), None)
+        first = next(floats, None) if first is None else first
+        return torch.get_default_dtype() if first is None else first.dtype
+
     def table(self) -> ParameterTable:
         """Group trained parameters into units: before the layers, each layer, after them."""
         return self._table_of(self.parameters)

@@ -193,7 +193,7 @@ class WrappedModel:
             self.by_sequence.learn(lengths)
             return
         seen = []
-        self.masks.use(next(iter(self.structure.parameters.values())).dtype)
+        self.masks.use(self.structure.computed_dtype)
         for forward in forwards:
             calls = ForwardCalls()
             self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
@@ -224,7 +224,7 @@ class WrappedModel:
         make_alone = shard.alone
         if not self.masks or make_alone is None:
             return
-        self.masks.use(next(iter(self.structure.parameters.values())).dtype)
+        self.masks.use(self.structure.computed_dtype)
         for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
             if self.masks.is_known(length):
                 continue
