@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.custom_masks import MaskTables
 from lengthwise.runtime.wrap.manual_attention import begin_scores, begin_scores_with_bias, record_operation
@@ -344,6 +345,32 @@ def test_a_mask_of_minus_infinity_is_not_a_bias():
         tables = MaskTables("Model")
         tables.note(0, given, (1, 4, 5, 8))
         assert tables.kind(0, given, shard) == {"causal": False, "window": None}
+
+
+@pytest.mark.parametrize("made", ["bool", "added"])
+def test_a_mask_in_a_ring_may_end_sequences_where_positions_jump_and_hides_nothing_else(made):
+    shard = shard_of((5, 16), rank=0, degree=2, methods=(Method.RING,), is_causal=True)
+    positions, sequences = shard.positions, shard.sequences
+    runs = (torch.diff(positions, prepend=positions[:1] - 1) != 1).cumsum(0)
+    assert runs.max() > sequences.max(), "the second sequence is in two parts on this rank"
+    seen = positions[:, None] >= positions
+    of_sequences, of_runs = (seen & (numbers[:, None] == numbers) for numbers in (sequences, runs))
+    too_few, too_many = of_runs.clone(), of_runs.clone()
+    too_few[-1, -2], too_many[-1, (sequences == 1).nonzero()[0]] = False, True
+
+    def given(mask):
+        return mask if made == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+
+    def tables():
+        learned = MaskTables("Model")
+        learned.note(0, given(torch.ones(16, 16, dtype=torch.bool).tril()), (1, 4, 16, 8))
+        return learned
+
+    for mask in (of_sequences, of_runs):
+        assert tables().kind(0, given(mask), shard)["causal"]
+    for mask in (too_few, too_many):
+        with pytest.raises(InputError, match="given another mask for a pack"):
+            tables().kind(0, given(mask), shard)
 
 
 def test_a_mask_that_is_open_on_one_side_is_a_window():

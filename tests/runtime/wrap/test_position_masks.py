@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.hugging_face import attention
 from lengthwise.runtime.wrap.position_masks import make_mask, sequence_mask
-from tests.runtime.loop.runs import Case, assert_exact, cross_entropy, shard_of, step_on_ranks
+from tests.runtime.loop.runs import Case, Packs, assert_exact, cross_entropy, shard_of, step_on_ranks
 from tests.runtime.loop.test_families import HEADS, next_token_losses
 from tests.runtime.wrap.test_position_ids import DEGREES, built
 
@@ -67,6 +68,29 @@ CASES = {
 def test_attention_of_a_family_is_that_of_its_stock_model_at_degrees_1_to_3(ranks, name):
     for result in ranks(3).run(step_on_ranks, CASES[name], DEGREES):
         assert_exact(CASES[name], result, name)
+
+
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+BY_HAND = {
+    "GPT-J": {"name": "GPTJForCausalLM", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, **NO_DROPOUT},
+    "GPT-Neo": {
+        "name": "GPTNeoForCausalLM", "hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]],
+        "num_heads": 4, "max_position_embeddings": 64, "window_size": 8,
+    },
+    "CodeGen": {"name": "CodeGenForCausalLM", "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, **NO_DROPOUT},
+}  # fmt: skip
+"""Families whose mask transformers makes of position ids, and takes a jump of them for the end of a sequence."""
+PACKS = tuple(pack for groups in DEGREES for pack in groups.packs)
+RING = (Packs(ranks=(0, 1), packs=PACKS, recompute=(True, False), method=Method.RING),)
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-Neo", *(pytest.param(name, marks=pytest.mark.deep) for name in ("GPT-J", "CodeGen"))]
+)
+def test_attention_by_hand_is_that_of_its_stock_model_in_a_ring_too(ranks, name):
+    case = Case(build=partial(built, **BY_HAND[name]), **NEXT)
+    for result in ranks(2).run(step_on_ranks, case, RING):
+        assert_exact(case, result, name)
 
 
 def sinks_and_window(batch, head, query, key):

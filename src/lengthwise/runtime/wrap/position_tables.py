@@ -132,7 +132,12 @@ class TableComparison:
 
     def difference(self, beyond: "IndexSamples") -> OtherPair | None:
         """The first pair at which the tensor follows neither from indices nor from positions."""
-        return None if self._follows_from_indices(beyond) else self._first_difference()
+        if self._follows_from_indices(beyond):
+            return None
+        first = self._first_difference()
+        # Transformers takes a jump of positions, as in a ring's part of a sequence, for the beginning of another one.
+        is_parted = first is not None and self._first_difference(_runs(self._shard)[: self._size]) is None
+        return None if is_parted else first
 
     def _follows_from_indices(self, beyond: "IndexSamples") -> bool:
         """Whether it is the table by index, as far as slots of one sequence may be from each other."""
@@ -171,8 +176,11 @@ class TableComparison:
                 return False
         return True
 
-    def _first_difference(self) -> OtherPair | None:
-        """The first pair of slots of one sequence at which it is not the table by position."""
+    def _first_difference(self, runs: Tensor | None = None) -> OtherPair | None:
+        """The first pair of slots of one sequence at which it is not the table by position.
+
+        ``runs``: [t] numbers, and slots of different ones are to be hidden from each other.
+        """
         self._set_shift(self._size)
         shard, values = self._shard, self._values
         positions, numbers = shard.positions[: self._size], _numbers(shard)[: self._size]
@@ -188,6 +196,8 @@ class TableComparison:
             expected = self._expected(queries, keys).expand(-1, *block.shape[1:])
             counts = is_real[rows.start : rows.stop, None] if has_rows else is_real[None]
             if has_rows and has_keys:
+                if runs is not None:
+                    expected = _parted(expected, runs[rows.start : rows.stop, None] == runs)
                 counts = counts & (numbers[rows.start : rows.stop, None] == numbers)
             differs = ~near(block, expected) & counts
             if bool(differs.any()):
@@ -245,6 +255,18 @@ class IndexSamples:
                 if before is None or line.shape[1] > before.shape[1]:
                     lines[number] = line.clone()
         return True
+
+
+def _parted(expected: Tensor, is_together: Tensor) -> Tensor:
+    """A mask where pairs that are not together are hidden: of booleans, or of what is added to logits."""
+    if expected.dtype == torch.bool:
+        return expected & is_together
+    return expected.masked_fill(~is_together, -torch.inf) if expected.is_floating_point() else expected
+
+
+def _runs(shard: PackShard) -> Tensor:
+    """[t] numbers that differ where positions do not follow one another."""
+    return (torch.diff(shard.positions, prepend=shard.positions[:1] - 1) != 1).cumsum(0)
 
 
 def _numbers(shard: PackShard) -> Tensor:
