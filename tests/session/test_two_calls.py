@@ -2,6 +2,7 @@
 
 import pytest
 
+from lengthwise.core.errors import InputError
 from tests.session.test_prepare import assert_equal_weights
 from tests.session.two_calls import MODELS, train_twice
 
@@ -16,6 +17,12 @@ def test_each_call_of_a_micro_batch_has_noise_of_its_own_that_no_plan_changes(ra
         for apart, weights in trained:
             assert apart is None or apart > 1e-3
             assert_equal_weights(weights, expected)
+
+
+def test_random_slopes_of_a_model_that_is_computed_sequence_by_sequence_are_refused():
+    """Torch writes them after they were saved for the backward, and what is offloaded has none."""
+    with pytest.raises(InputError, match=r"RReLU draws slopes in a way .*; use nn\.LeakyReLU or nn\.PReLU instead"):
+        train_twice("slopes", [("alone", {"packing": "never"})])
 
 
 def test_so_has_each_call_of_a_model_that_is_computed_sequence_by_sequence(ranks):

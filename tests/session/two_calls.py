@@ -24,6 +24,13 @@ class Dropping(Plain):
         return block
 
 
+class RandomSlopes(Plain):
+    def layer(self):
+        block = super().layer()
+        block.mlp[1] = nn.RReLU()
+        return block
+
+
 def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -31,7 +38,7 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, attention_dropout=0.3))
 
 
-MODELS = {"dropout": Dropping, "attention dropout": llama}
+MODELS = {"dropout": Dropping, "slopes": RandomSlopes, "attention dropout": llama}
 
 
 def train_twice(name, settings):

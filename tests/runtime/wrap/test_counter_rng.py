@@ -200,7 +200,7 @@ def test_weights_of_attention_are_dropped_by_call_sequence_and_head():
         assert abs(float((whole[0] == other).double().mean()) - 0.5) < 5 * 0.5 / num
 
 
-@pytest.mark.parametrize("draw", ["dropout", "randn_like", "rand_like", "attention", "attention within slots"])
+@pytest.mark.parametrize("draw", ["dropout", "rrelu", "randn_like", "rand_like", "attention", "attention within slots"])
 def test_calls_of_one_forward_draw_differently(draw):
     x = torch.zeros(12, 1, 4, 12, 12, dtype=torch.float64) if "within" in draw else torch.zeros(1, 4, 12, 12)
     rules = {
@@ -211,6 +211,7 @@ def test_calls_of_one_forward_draw_differently(draw):
     intercept.shard = shard_of((12,))
     calls = {
         "dropout": lambda: F.dropout(x + 1.0, 0.5),
+        "rrelu": lambda: F.rrelu(x - 1.0, 0.2, 0.7, True),
         "randn_like": lambda: torch.randn_like(x),
         "rand_like": lambda: torch.rand_like(x),
     }
@@ -218,6 +219,21 @@ def test_calls_of_one_forward_draw_differently(draw):
     with intercept:
         first, second = (calls.get(draw, attends)() for _ in range(2))
     assert not torch.allclose(first, second)
+
+
+def test_random_slopes_are_those_of_negative_numbers_within_their_bounds():
+    x = torch.randn(1, 4, 12, 500, requires_grad=True)
+    intercept = InterceptCalls([], rules=CallRules(noise=(CallRule(dim=2, shape=(1, 4, 11, 500)),) * 2))
+    intercept.shard = shard_of((12,))
+    with intercept:
+        y = F.rrelu(x, 0.2, 0.7, True)
+        evaluated = F.rrelu(x, 0.2, 0.7, False)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    slopes = (y / x).detach()
+    torch.testing.assert_close(gradient, slopes)
+    torch.testing.assert_close(evaluated, F.leaky_relu(x, 0.45))
+    assert bool((slopes[x > 0] == 1).all())
+    assert 0.2 - 1e-6 < slopes[x < 0].min() < 0.21 and 0.69 < slopes[x < 0].max() < 0.7 + 1e-6
 
 
 def test_draws_outside_of_the_forward_are_not_those_within():

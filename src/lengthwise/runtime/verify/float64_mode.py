@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.scratch_copy import scratch_state
@@ -33,9 +34,10 @@ _DROPOUT_OF_MULTI_HEAD = 10
 class NoiseFreeMode(TorchFunctionMode):
     """A mode in which noise is the identity and, with ``double``, casts to float32 go to float64."""
 
-    def __init__(self, *, double: bool) -> None:
+    def __init__(self, *, double: bool, by_sequence: bool = False) -> None:
+        """``by_sequence``: the model draws by torch's own functions when it trains."""
         super().__init__()
-        self._double = double
+        self._double, self._by_sequence = double, by_sequence
         self._answers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(_IDENTITIES, _first),
             F.scaled_dot_product_attention: _without_dropout,
@@ -43,6 +45,7 @@ class NoiseFreeMode(TorchFunctionMode):
             torch.randn_like: lambda func, input, **options: torch.zeros_like(input, **options),
             torch.rand_like: lambda func, input, **options: torch.full_like(input, 0.5, **options),
             torch.rand: self._rand,
+            **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), self._rrelu),
         }
         if double:
             self._answers[Tensor.float] = lambda func, input, **options: Tensor.double(input)
@@ -54,6 +57,24 @@ class NoiseFreeMode(TorchFunctionMode):
             kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         answer = self._answers.get(func)
         return func(*args, **kwargs) if answer is None else answer(func, *args, **kwargs)
+
+    def _rrelu(
+        self,
+        func: Any,
+        input: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        *inplace: bool,
+        **options: Any,
+    ) -> Any:
+        """The mean slope; torch's own draws are written after they were saved for the backward."""
+        if training and lower != upper and self._by_sequence:
+            raise InputError(
+                "RReLU draws slopes in a way that activations which are offloaded or computed again lose, and this "
+                "model is computed sequence by sequence; use nn.LeakyReLU or nn.PReLU instead, or torch.rand_like"
+            )
+        return func(input, lower, upper, False, *inplace, **options)
 
     def _rand(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         if args in ONE_NUMBER:
@@ -106,5 +127,7 @@ def noise_free(run: PreparedModel, dtype: torch.dtype | None = None, fill: Fill 
         stack.enter_context(torch.autocast(run.world.device.type, enabled=False))
         layers = run.wrapped_model.layers
         stack.callback(setattr, layers, "mode", layers.mode)
-        layers.mode = stack.enter_context(NoiseFreeMode(double=dtype is torch.float64))
+        by_sequence = run.wrapped_model.by_sequence is not None
+        mode = NoiseFreeMode(double=dtype is torch.float64, by_sequence=by_sequence)
+        layers.mode = stack.enter_context(mode)
         yield

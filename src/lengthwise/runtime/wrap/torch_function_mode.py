@@ -38,7 +38,7 @@ _OTHER_NOISE = (
     F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.bernoulli, torch.normal,
     torch.multinomial, torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, Tensor.bernoulli_,
     Tensor.bernoulli, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
-    F.gumbel_softmax, F.rrelu,
+    F.gumbel_softmax, torch.rrelu, torch.rrelu_,
 )  # fmt: skip
 LOCAL = 1 << 21
 """Offset of the numbers of attention calls within slots, for their random draws."""
@@ -69,6 +69,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             F.multi_head_attention_forward: self._multi_head_attention,
             F.dropout: self._dropout,
             torch.dropout: self._plain_dropout,
+            F.rrelu: self._rrelu,
             torch.arange: self._arange,
             Tensor.__getitem__: self._item,
             torch.randn_like: self._randn_like,
@@ -251,6 +252,25 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         keep = keep_like(input, dim, p, shard.counts.in_micro_batch(shard.counts.noise - 1), shard)
         factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
         return input.mul_(keep).mul_(factor) if inplace else (input * keep) * factor  # booleans are kept, no numbers
+
+    def _rrelu(
+        self,
+        func: Any,
+        input: Tensor,
+        lower: float = 1 / 8,
+        upper: float = 1 / 3,
+        training: bool = False,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or lower == upper:
+            return func(input, lower, upper, False, inplace)
+        rule = self._rule("noise", ForwardCall(kind="rrelu", shape=tuple(input.shape), layer=self.layer))
+        if not self._draws or rule is None:
+            return func(input, lower, upper, self._draws, inplace)
+        shard, dim = self._slots_of(rule, "rrelu")
+        drawn = uniform_like(input.detach(), dim, shard.counts.in_micro_batch(shard.counts.noise - 1), shard)
+        slopes = torch.where(input > 0, 1.0, lower + (upper - lower) * drawn)
+        return input.mul_(slopes) if inplace else input * slopes
 
     def _randn_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
         return self._noise_like(func, normal_like, input, options)
