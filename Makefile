@@ -15,11 +15,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(STAMP)
 	$(BIN)/lengthwise demo
 
-# Tests with ranks mostly wait for one another: three at a time keep two cores busy.
+# Tests with ranks mostly wait for one another: four at a time keep two cores busy.
 test: $(STAMP)
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 -p tests.no_torch $(DECIDING)
-	$(BIN)/pytest -n 3 --dist loadfile $(addprefix --ignore=,$(DECIDING))
+	$(BIN)/pytest -n 3 -p tests.no_torch $(DECIDING)
+	$(BIN)/pytest -n 4 --dist loadfile $(addprefix --ignore=,$(DECIDING))
 
 test-deep: $(STAMP)
 	$(BIN)/pytest -m deep
