@@ -8,7 +8,6 @@ of its own sequences (Gao et al., 2021, section 3, for contrastive losses). U un
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.gradient_changes import graph_of
 from lengthwise.runtime.wrap.unit_members import Units
 
 CoupledLoss = Callable[..., Tensor]
@@ -176,13 +176,8 @@ def _parameters_in(loss: Tensor, values: Tensor, parameters: Mapping[str, Tensor
         InputError: it reads another tensor that requires a gradient.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
-    seen, waiting, parameters_read = set[Any](), [loss.grad_fn], dict[str, Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+    parameters_read = dict[str, Tensor]()
+    for node in graph_of(loss):
         read = getattr(node, "variable", None)  # of a leaf
         if read is None or read is values:
             continue

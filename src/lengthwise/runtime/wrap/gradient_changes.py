@@ -5,8 +5,9 @@ yet, the weights are off by one factor, which the update corrects; a gradient th
 another one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
@@ -36,6 +37,17 @@ def is_ours(hook: Callable[..., object]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("lengthwise.")
 
 
+def graph_of(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the autograd graph that made a tensor, each once."""
+    seen, waiting = set[Any](), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            yield node
+
+
 class ObserveGradientChanges(TorchFunctionMode):
     """Within, notes the hooks that a forward registers on gradients of tensors, and its own autograd functions."""
 
@@ -52,13 +64,7 @@ class ObserveGradientChanges(TorchFunctionMode):
 
     def of(self, loss: Tensor) -> set[str]:
         """All that was noted, with the autograd functions of a loss that are neither torch's nor this library's."""
-        seen, waiting = set[object](), [loss.grad_fn]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
+        for node in graph_of(loss):
             function = getattr(type(node), "_forward_cls", None)
             if function is not None and not f"{function.__module__}.".startswith(LINEAR):
                 self.found.add(f"the autograd function {function.__qualname__}")
