@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.index import build_folder
 from lengthwise.index.build import build_index
-from lengthwise.index.build_folder import only_builder
+from lengthwise.index.build_folder import claim, only_builder
 from lengthwise.index.settings import IndexSettings
 from lengthwise.index.store import open_index
 from tests.index.build import SMALL_UNIT, build, files_of, places_of, texts_of, write_jsonl, write_tree
@@ -58,6 +59,22 @@ if __name__ == "__main__":
     settings = IndexSettings(source=Path(sys.argv[1]), unit_bytes=32768)
     build_index(settings, Path(sys.argv[2]), workers=int(sys.argv[3]))
 """
+
+
+def test_a_build_goes_on_while_a_worker_of_a_killed_one_writes_its_last_file(tmp_path, monkeypatch):
+    parts = claim(tmp_path, {}, "mark", restart=False)
+    stray = parts / "0000006.partial-7"
+    stray.mkdir()
+    remove, calls = shutil.rmtree, []
+
+    def remove_beside_a_worker(folder):
+        calls.append(folder)
+        if len(calls) < 3:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", folder)
+        remove(folder)
+
+    monkeypatch.setattr(build_folder.shutil, "rmtree", remove_beside_a_worker)
+    assert claim(tmp_path, {}, "mark", restart=False) == parts and calls == [stray] * 3 and not stray.exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -4,8 +4,10 @@
 place file by file, which goes on after a kill: an index that was there before is untouched until another is whole.
 """
 
+import errno
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +19,8 @@ from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
 from lengthwise.index.settings import differences
 from lengthwise.index.store import INDEX_FILES, read_info
 
+REMOVALS, REMOVAL_S = 40, 0.05
+"""How often it is tried to remove a folder, and seconds in between: workers end within a second of their build."""
 _NOTE, _LOCK, _INFO, _WHOLE = "build.json", "build.lock", "index.json", "whole"
 
 
@@ -78,7 +82,7 @@ def claim(out: Path, request: dict[str, Any], mark: str, *, restart: bool) -> Pa
             "run the same command as before, or start over with --restart"
         )
     for stray in parts.glob("*.partial-*"):
-        shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
+        _remove(stray) if stray.is_dir() else stray.unlink(missing_ok=True)
     return parts
 
 
@@ -105,7 +109,7 @@ def put_in_place(out: Path) -> None:
         elif name not in info["files"] and name != _INFO:
             (out / name).unlink(missing_ok=True)
     (assembled / _INFO).replace(out / _INFO)
-    shutil.rmtree(parts)
+    _remove(parts)
 
 
 def clear(out: Path) -> None:
@@ -119,10 +123,27 @@ def clear(out: Path) -> None:
         (out / f"{name}.partial").unlink(missing_ok=True)
     for path in parts.iterdir():
         if path.is_dir():
-            shutil.rmtree(path)
+            _remove(path)
         elif path.name != _NOTE:
             path.unlink()
-    shutil.rmtree(parts)
+    _remove(parts)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder into which workers of a killed build may still write, until they see that it is gone."""
+    for _ in range(REMOVALS):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            if not folder.exists():
+                return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+        else:
+            return
+        time.sleep(REMOVAL_S)
+    shutil.rmtree(folder)
 
 
 def _write_note(parts: Path, note: dict[str, Any]) -> None:

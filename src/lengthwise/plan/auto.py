@@ -71,6 +71,8 @@ WAITED_STRATEGIES, WAITED_SEQUENCES = (2, 4), 512
 to so many while their plans assign fewer sequences than this."""
 LEARNED_BATCHES, LEARNED_SEQUENCES = 4, 6000
 """Typical batches at most, and sequences of them all, whose plans tell which strategies of the corpus are promising."""
+MOST_REFINED, NEARLY_FASTEST = 3, 1.04
+"""Strategies at most that are looked at further, and how many times the seconds of the fastest one may take of them."""
 SMALL_STEP_S, OTHERS_S = 0.01, 0.02
 """About the seconds of the search for a step of few sequences, and of trying every other policy."""
 MOST_GAIN_S = 60.0
@@ -127,7 +129,7 @@ class AutoPolicy:
         drafts = _drafts_of(planned)
         if num_parts := _num_parts(priced, least_s(drafts) - bound_s):
             num_parts += self.num_more_searches
-            drafts += _drafts_of(self._search(priced, num_parts, planned))
+            drafts += _drafts_of(self._search(priced, num_parts, planned[:1]))
         if (best_s := least_s(drafts)) > enough_s and (not is_waited_for or _num_parts(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
@@ -154,13 +156,13 @@ class AutoPolicy:
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
-    def _search(self, priced: PricedBatch, num_parts: int, planned: StrategyPlan | None) -> StrategyPlan | None:
-        """The fastest of strategies that are proposed for this step alone, and of those that moves from them lead to.
+    def _search(self, priced: PricedBatch, num_parts: int, planned: list[StrategyPlan]) -> list[StrategyPlan]:
+        """The fastest of strategies that are proposed for this step alone, and one that moves from the fastest lead to.
 
         They are proposed of the search space and of its parts, of ``num_parts`` at most; not of those where a bound
-        says that all are slower than ``planned``, the fastest so far.
+        says that all are slower than what is ``planned``, the fastest so far, if there is one.
         """
-        lengths, limit_s = priced.lengths, planned.time_s if planned else np.inf
+        lengths, limit_s = priced.lengths, min((plan.time_s for plan in planned), default=np.inf)
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
         proposer, strategies = Proposer(problem, limit_s=limit_s), dict[StrategyCounts, PlacedStrategy]()
         for proposed in proposals_of_parts(proposer, problem, holding(self.parts, problem.max_length)):
@@ -171,11 +173,11 @@ class AutoPolicy:
                 break
         of_step = StrategyCandidates(list(strategies.values()))
         anew = _planned(of_step, priced)
-        fastest = min(filter(None, (planned, anew)), key=lambda plan: plan.time_s, default=None)
+        fastest = min((*planned, *anew), key=lambda plan: plan.time_s, default=None)
         if fastest is None:
-            return None
+            return []
         every = (*self.strategy_candidates.strategies, *of_step.strategies)
-        return improved(priced, fastest, every, most_plans=PLANS_A_PART * num_parts)
+        return [*anew, improved(priced, fastest, every, most_plans=PLANS_A_PART * num_parts)]
 
 
 def proposals_of_parts(
@@ -269,20 +271,21 @@ def _search_share(priced: PricedBatch) -> float:
 
 def _planned(
     candidates: StrategyCandidates, priced: PricedBatch, *, enough_s: float | None = None
-) -> StrategyPlan | None:
-    """The fastest of candidate strategies, planned; None where none holds every sequence.
+) -> list[StrategyPlan]:
+    """The fastest of candidate strategies, planned, and those that may yet become faster; none where none holds all.
 
     With ``enough_s``, of the most promising few, the first that takes at most so long.
     """
     if enough_s is None:
-        return candidates.best(priced, candidates.bounds_s(priced))
+        return candidates.fastest(priced, candidates.bounds_s(priced), most=MOST_REFINED, nearly=NEARLY_FASTEST)
     most_planned = int(np.clip(WAITED_SEQUENCES // len(priced.lengths), *WAITED_STRATEGIES))
-    return candidates.likely_best(priced, enough_s=enough_s, most_planned=most_planned)
+    likely = candidates.likely_best(priced, enough_s=enough_s, most_planned=most_planned)
+    return [] if likely is None else [likely]
 
 
-def _drafts_of(planned: StrategyPlan | None) -> list[tuple[DraftPlan, float]]:
-    """The draft plan of a strategy and its seconds, if there is one."""
-    return [] if planned is None else [(DraftPlan(phases=(planned.phase,)), planned.time_s)]
+def _drafts_of(planned: Sequence[StrategyPlan]) -> list[tuple[DraftPlan, float]]:
+    """The draft plans of strategies and their seconds."""
+    return [(DraftPlan(phases=(plan.phase,)), plan.time_s) for plan in planned]
 
 
 def _as_good(

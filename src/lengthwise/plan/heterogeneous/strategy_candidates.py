@@ -63,14 +63,28 @@ class StrategyCandidates:
             priced: the batch.
             bounds_s: what :meth:`bounds_s` said of it.
         """
-        best: StrategyPlan | None = None
+        return next(iter(self.fastest(priced, bounds_s, most=1, nearly=1.0)), None)
+
+    def fastest(
+        self, priced: PricedBatch, bounds_s: Sequence[float], *, most: int, nearly: float
+    ) -> list[StrategyPlan]:
+        """The fastest strategies, planned, the fastest first, ``most`` of them; none where none holds every sequence.
+
+        Args:
+            priced: the batch.
+            bounds_s: what :meth:`bounds_s` said of it.
+            most: how many there are at most.
+            nearly: how many times the seconds of the fastest others may take.
+        """
+        plans: list[StrategyPlan] = []
         limit_s = np.inf
         for number in np.argsort(bounds_s, kind="stable").tolist():
             if bounds_s[number] >= limit_s * (1 - SLACK):
                 break
             if (planned := planned_below(self.strategies[number], priced, limit_s)) is not None:
-                best, limit_s = planned, planned.time_s
-        return best
+                plans = sorted([*plans, planned], key=lambda plan: plan.time_s)
+                limit_s = plans[0].time_s * nearly
+        return [plan for plan in plans if plan.time_s <= limit_s][:most]
 
     def learn(self, batches: Sequence[PricedBatch]) -> None:
         """Find out by how much plans of typical batches are above the floor and the bound of each strategy."""
