@@ -45,6 +45,18 @@ def test_of_plans_that_are_waited_for_few_strategies_are_bounded_and_hardly_a_fa
         assert sorted(i for pipeline in likely.phase for pack in pipeline.packs for i in pack) == list(range(40))
 
 
+def test_the_fastest_strategies_are_those_whose_plans_take_little_longer_than_the_fastest_one(problem, candidates):
+    nearly = 1.3
+    priced = PricedBatch(problem, make_batch(lengths_of(10)))
+    holding = [strategy for strategy in candidates.strategies if strategy.max_length >= priced.lengths.max()]
+    every_s = sorted(strategy.planned(priced)[1] + strategy.update_s for strategy in holding)
+    near_s = [time_s for time_s in every_s if time_s < every_s[0] * nearly]
+    found = candidates.fastest(priced, candidates.bounds_s(priced), most=len(every_s), nearly=nearly)
+    assert len(near_s) > 2 and [plan.time_s for plan in found] == pytest.approx(near_s)
+    assert len(candidates.fastest(priced, candidates.bounds_s(priced), most=2, nearly=nearly)) == 2
+    assert candidates.best(priced, candidates.bounds_s(priced)).time_s == found[0].time_s
+
+
 def test_nothing_is_planned_after_a_plan_that_is_fast_enough(problem, candidates):
     priced = PricedBatch(problem, make_batch(lengths_of(10)))
     first = candidates.likely_best(priced, most_planned=1, enough_s=0.0)

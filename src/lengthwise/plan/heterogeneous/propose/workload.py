@@ -19,6 +19,8 @@ LONG_RATIO, LONG_OCTAVES = 0.93, 3
 """Lengths within this ratio make a class, in the octaves below the longest."""
 SHORT_RATIO = 0.72
 """The same for the others, which matter only by their sum."""
+TINY_S = 1e-12
+"""Seconds that are less than any sequence takes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,10 +111,10 @@ def make_workload(
     work_s = np.stack(
         [np.asarray(candidate.times_s(np.rint(means).astype(np.int64)), dtype=np.float64) for candidate in candidates]
     )
-    per_sequence = problem.overhead_per_sequence
+    fits, per_sequence = ends <= np.array([[k.max_tokens] for k in candidates]), problem.overhead_per_sequence
     if not per_sequence:
-        overheads_s, work_s = _by_slices(candidates, overheads_s, work_s)
-    work_s[ends > np.array([[candidate.max_tokens] for candidate in candidates])] = np.inf
+        overheads_s, work_s = _by_slices(candidates, overheads_s, work_s, fits)
+    work_s[~fits] = np.inf
     return Workload(
         candidates=tuple(candidates),
         num_devices=problem.num_devices,
@@ -128,14 +130,16 @@ def make_workload(
 
 
 def _by_slices(
-    candidates: Sequence[ProposedCandidate], overheads_s: np.ndarray, work_s: np.ndarray
+    candidates: Sequence[ProposedCandidate], overheads_s: np.ndarray, work_s: np.ndarray, fits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """[K] overheads and [K, C] work, those of a micro-batch in slices where packs have as many as their work needs.
 
-    Each has one slice, and the others in proportion: all of the scheme where it takes as long as the longest sequence.
+    Each has one slice, and the others in proportion: all of the scheme where it takes as long as the longest sequence
+    that fits.
     """
     slices = np.array([candidate.scheme.slices for candidate in candidates])
-    more_s = (overheads_s - overheads_s / slices)[:, None] * work_s / work_s.max(axis=1, keepdims=True)
+    longest_s = np.where(fits, work_s, 0.0).max(axis=1, keepdims=True, initial=TINY_S)
+    more_s = (overheads_s - overheads_s / slices)[:, None] * work_s / longest_s
     return overheads_s / slices, work_s + more_s
 
 
