@@ -1,6 +1,7 @@
 """Models whose loops may read what early layers made are trained in one stage, and others keep their stages."""
 
 import warnings
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ import lengthwise as lw
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.synthetic_batches import whole_shard
+from lengthwise.runtime.verify import stage_values
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.late_hooks import LateHooks
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 from tests.runtime.harness import with_check
 from tests.runtime.loop.profile_runs import llama
+from tests.session import early_values
 from tests.session.structure_runs import LENGTHS, OPTIONS, build, outcomes, rows
 
 ONE_EACH = (1, 1, 1)
@@ -77,7 +81,7 @@ def test_a_loss_of_a_layer_on_another_stage_has_no_backward(is_frozen):
     _, loss, states = last_stage(model)
     loss.backward()
     first, received, _ = states["states"]
-    assert first.isnan().all() and not loss.isnan() and not received.any()
+    assert first.isfinite().all() and loss.isfinite() and not received.any(), "code between layers may read them"
     with pytest.raises(InputError, match=r"reads what layer 0 returned, .*; plan with one stage \(max_stages=1\)"):
         first.square().sum().backward()
 
@@ -85,6 +89,51 @@ def test_a_loss_of_a_layer_on_another_stage_has_no_backward(is_frozen):
 def test_hidden_states_that_a_call_asks_for_are_refused_in_stages():
     with pytest.raises(InputError, match=r"output_hidden_states=True asks LlamaForCausalLM .*\(max_stages=1\)"):
         last_stage(llama(), output_hidden_states=True)
+
+
+def test_hooks_that_transformers_registers_for_good_when_it_is_asked_for_hidden_states_are_no_late_ones():
+    model = llama()
+    late = LateHooks(model.model.layers)
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    late.check()
+
+
+class Corpus(Mapping):
+    """Documents that are read when they are asked for."""
+
+    def __len__(self):
+        return 10**6
+
+    def __iter__(self):
+        return iter(range(10**6))
+
+    def __getitem__(self, key):
+        raise AssertionError("it was read")
+
+
+class Documents(list):
+    """A list that counts how often it is read."""
+
+    num_read = 0
+
+    def __iter__(self):
+        for member in super().__iter__():
+            self.num_read += 1
+            yield member
+
+
+def test_a_corpus_beside_a_model_is_not_read(monkeypatch):
+    tokens = [Documents(range(2000)) for _ in range(100)]
+    members = Documents([{number: [number]} for number in range(3 * stage_values.MOST)])
+    lists = [Documents([[k]] * stage_values.MOST) for k in range(2 * stage_values.MOST_OF_ALL // stage_values.MOST)]
+    for name, value in {"CORPUS": Corpus(), "TOKENS": tokens, "MEMBERS": members, "LISTS": lists}.items():
+        monkeypatch.setattr(early_values, name, value, raising=False)
+    with stage_values.values_of_forward(build("early_values.Kept"), stage_values.ForwardValues()):
+        pass
+    assert sum(of_document.num_read for of_document in tokens) <= 2 * len(tokens), "lists of numbers hold no tensor"
+    assert members.num_read <= 2 * (stage_values.MOST + 1)
+    assert sum(of_list.num_read for of_list in lists) <= 2 * (stage_values.MOST_OF_ALL + len(lists))
 
 
 def halve(module, inputs, gradients):

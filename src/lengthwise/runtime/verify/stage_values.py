@@ -9,10 +9,11 @@ hold, what their hooks hold on to, and lists beside their classes are looked thr
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,6 +27,10 @@ from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
 
 MOST, DEEPEST = 4096, 4
 """Members of a container that are looked at, and containers within each other."""
+MOST_OF_ALL = 50_000
+"""Members of all containers that are looked at: a script may hold a corpus."""
+_PLAIN = (int, float, str, bytes, type(None))
+"""Kinds of values in lists that hold nothing else."""
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _UNREAD = ("torch.", "lengthwise.", "transformers.")
@@ -77,7 +82,7 @@ def check_last_stage(model: nn.Module, stage: ForwardValues, whole: ForwardValue
 def _returned(output: Any) -> Iterator[tuple[str, Tensor]]:
     """All numbers in an output, computed."""
     with torch.no_grad():
-        for place, value in _tensors(output, opens=is_dataclass):
+        for place, value in _tensors(output, _Look(), opens=is_dataclass):
             if isinstance(value, DeferredLoss):
                 continue  # it is compared by itself
             value = value.detach()  # logits that are computed later stay so for the loss
@@ -86,6 +91,7 @@ def _returned(output: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _left_on_modules(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors with a graph that the modules of a model hold, their hooks, and lists beside their classes."""
+    look = _Look()
     for name, module in model.named_modules():
         of_weights = _names_of_weights(module)
         for key, value in vars(module).items():
@@ -93,13 +99,13 @@ def _left_on_modules(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 continue
             if key in _HOOKS:
                 value = [member for hook in value.values() for member in _held_by(hook)]
-            yield from _with_graph(f"{name}.{key}" if name else key, value, opens=_is_plain_object)
+            yield from _with_graph(f"{name}.{key}" if name else key, value, look, opens=_is_plain_object)
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         if not f"{kind.__module__}.".startswith(_UNREAD):
-            yield from _with_graph(kind.__qualname__, dict(vars(kind)), opens=is_dataclass)
+            yield from _with_graph(kind.__qualname__, dict(vars(kind)), look, opens=is_dataclass)
     for source in {type(module).__module__ for module in model.modules()}:
         if not f"{source}.".startswith(_UNREAD) and source in sys.modules:
-            yield from _with_graph(source, dict(vars(sys.modules[source])), opens=is_dataclass)
+            yield from _with_graph(source, dict(vars(sys.modules[source])), look, opens=is_dataclass)
 
 
 def _names_of_weights(module: nn.Module) -> set[str]:
@@ -109,31 +115,47 @@ def _names_of_weights(module: nn.Module) -> set[str]:
     return made | (set(getattr(module, "parametrizations", ())) if is_parametrized(module) else set())
 
 
-def _with_graph(place: str, value: Any, *, opens: Callable[[Any], bool]) -> Iterator[tuple[str, Tensor]]:
-    for inner, tensor in _tensors(value, opens=opens):
+class _Look:
+    """What was looked through so far: each container once, until ``MOST_OF_ALL`` members were looked at."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+        self._num_left = MOST_OF_ALL
+
+    def members(self, value: Any, *, opens: Callable[[Any], bool]) -> list[tuple[str, Any]]:
+        """The members of a container, or of an object that ``opens`` says yes to, with their places in it."""
+        if id(value) in self._seen or self._num_left <= 0:
+            return []
+        self._seen[id(value)] = value
+        most, members = min(MOST, self._num_left), list[tuple[str, Any]]()
+        if isinstance(value, dict):
+            members = [(f"[{key!r}]", member) for key, member in islice(value.items(), most)]
+        elif isinstance(value, list | tuple | set | deque):
+            first = next(iter(value), None)
+            if not isinstance(first, _PLAIN):
+                members = [(f"[{number}]", member) for number, member in enumerate(islice(value, most))]
+        elif is_dataclass(value) and opens(value):
+            members = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+        elif opens(value):
+            members = [(f".{key}", member) for key, member in islice(vars(value).items(), most)]
+        self._num_left -= len(members)
+        return members
+
+
+def _with_graph(place: str, value: Any, look: _Look, *, opens: Callable[[Any], bool]) -> Iterator[tuple[str, Tensor]]:
+    for inner, tensor in _tensors(value, look, opens=opens):
         if tensor.grad_fn is not None:
             yield f"{place}{inner}", tensor
 
 
-def _tensors(value: Any, *, opens: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, look: _Look, *, opens: Callable[[Any], bool], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors in containers, and in objects that ``opens`` says yes to, with their places."""
     if isinstance(value, Tensor):
         yield "", value
-        return
-    if depth == DEEPEST or isinstance(value, type | nn.Module):
-        return
-    members: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        members = [(f"[{key!r}]", member) for key, member in list(value.items())[:MOST]]
-    elif isinstance(value, list | tuple | set | deque):
-        members = [(f"[{number}]", member) for number, member in enumerate(list(value)[:MOST])]
-    elif is_dataclass(value) and opens(value):
-        members = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
-    elif opens(value):
-        members = [(f".{key}", member) for key, member in list(vars(value).items())[:MOST]]
-    for inner, member in members:
-        for place, tensor in _tensors(member, opens=opens, depth=depth + 1):
-            yield f"{inner}{place}", tensor
+    elif depth < DEEPEST and not isinstance(value, (type, nn.Module, *_PLAIN)):
+        for inner, member in look.members(value, opens=opens):
+            for place, tensor in _tensors(member, look, opens=opens, depth=depth + 1):
+                yield f"{inner}{place}", tensor
 
 
 def _is_plain_object(value: Any) -> bool:

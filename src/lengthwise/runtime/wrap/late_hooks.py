@@ -36,9 +36,15 @@ class LateHooks:
             for key in layer._backward_hooks:  # of a module within a layer they are called as usual
                 yield key, name
             for module in layer.modules():
-                for key in module._forward_hooks:
-                    yield key, name
+                for key, hook in module._forward_hooks.items():
+                    if not _is_of_transformers(hook):
+                        yield key, name
         for hooks in (hooks_of_all._global_backward_hooks, hooks_of_all._global_forward_hooks):
             for key, hook in hooks.items():
                 if not is_ours(hook):
                     yield key, "every module"
+
+
+def _is_of_transformers(hook: object) -> bool:
+    """Whether transformers registered a hook: for good, once a forward was asked for hidden states or attentions."""
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")

@@ -173,7 +173,7 @@ class HookedLayers:
             self._hidden_keys[number] = hidden_states_key(args, kwargs, before, output)
 
     def _skipped(self, number: int, stage: StagedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a layer before the stage: NaN, or of the last of them what the stage before sent."""
+        """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
         self._skip(number)
         hidden_states_in(self._last)
         hidden_states = self._hidden_states(number, args, kwargs)

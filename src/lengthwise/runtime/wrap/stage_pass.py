@@ -1,8 +1,8 @@
 """A micro-batch on one stage of a pipeline: the model's stock forward runs, but only the stage's layers compute.
 
-Layers before the stage return NaN, and the last of them returns what the stage before sent, so that code between layers
-computes with it. After the stage's last layer the forward ends, except on the last stage. A loss that reads what a
-layer of an earlier stage returned is refused in its backward.
+Layers before the stage pass their input on, and the last of them returns what the stage before sent, so that code
+between layers computes with it. After the stage's last layer the forward ends, except on the last stage. A loss that
+reads what a layer of an earlier stage passed on is refused in its backward.
 """
 
 from collections.abc import Callable, Mapping
@@ -82,14 +82,12 @@ class StagedForward:
             )
         self.is_begun = True
 
-    def skipped(self, layer: int, like: Tensor) -> Tensor:
-        """NaN in place of what a layer before the stage returns, in the shape and dtype of ``like``."""
-        if not like.is_floating_point():
-            return like
-        if not torch.is_grad_enabled():
-            return torch.full_like(like, torch.nan)
-        missing: Tensor = _ElsewhereComputed.apply(like.detach().requires_grad_(), layer)
-        return missing
+    def skipped(self, layer: int, hidden_states: Tensor) -> Tensor:
+        """What a layer before the stage returns: its input, without a way back to it."""
+        if not (hidden_states.is_floating_point() and torch.is_grad_enabled()):
+            return hidden_states
+        passed_on: Tensor = _ElsewhereComputed.apply(hidden_states.detach().requires_grad_(), layer)
+        return passed_on
 
     def received(self, like: Tensor) -> Tensor:
         """Receive the stage's input, in the shape and dtype of ``like``, as a leaf that requires a gradient."""
@@ -107,9 +105,9 @@ class _ElsewhereComputed(torch.autograd.Function):
     """What a layer of another stage returns, whose gradient has no way to it."""
 
     @staticmethod
-    def forward(ctx: Any, like: Tensor, layer: int) -> Tensor:
+    def forward(ctx: Any, passed_on: Tensor, layer: int) -> Tensor:
         ctx.layer = layer
-        return torch.full_like(like, torch.nan)
+        return passed_on.clone()
 
     @staticmethod
     @errors_spelt(as_option)
