@@ -127,17 +127,17 @@ class _Look:
         if id(value) in self._seen or self._num_left <= 0:
             return []
         self._seen[id(value)] = value
-        most, members = min(MOST, self._num_left), list[tuple[str, Any]]()
+        limit, members = min(MOST, self._num_left), list[tuple[str, Any]]()
         if isinstance(value, dict):
-            members = [(f"[{key!r}]", member) for key, member in islice(value.items(), most)]
+            members = [(f"[{key!r}]", member) for key, member in islice(value.items(), limit)]
         elif isinstance(value, list | tuple | set | deque):
             first = next(iter(value), None)
             if not isinstance(first, _PLAIN):
-                members = [(f"[{number}]", member) for number, member in enumerate(islice(value, most))]
+                members = [(f"[{number}]", member) for number, member in enumerate(islice(value, limit))]
         elif is_dataclass(value) and opens(value):
             members = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
         elif opens(value):
-            members = [(f".{key}", member) for key, member in islice(vars(value).items(), most)]
+            members = [(f".{key}", member) for key, member in islice(vars(value).items(), limit)]
         self._num_left -= len(members)
         return members
 
