@@ -8,12 +8,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.one_f_one_b import pipeline_end_s
-from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.bounds.step_sequences import TOLERANCE
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.sliced_packs import counted_otherwise
+from lengthwise.plan.space.split_backwards import ZeroBubble
 from tests.examples import examples
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
@@ -38,6 +40,7 @@ def arrangements(draw):
         recomputed=(0, 1, 2, 3, 4),
         overhead_per_sequence=draw(st.booleans()),
         max_length=80,
+        zero_bubble=draw(st.sampled_from([ZeroBubble.NONE, ZeroBubble.AUTO])),
     )
     longest = min(80, problem.leanest.max_tokens)
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))

@@ -5,11 +5,15 @@ those with u_k <= U, and T - U is left for their micro-batches. This is asked fo
 
 A pipeline of S_k stages whose longest sequence takes x holds work of at most T - U - B_k x. Under 1F1B B_k is
 the S_k - 1 backwards that nobody can fill (``lengthwise.core.one_f_one_b``), and where backwards are split only what of
-these cannot wait. So a sequence of work w takes at least
-N_k w / (T - U - B_k w) of the cluster's N devices under the scheme of N_k devices, and all sequences together, each
-under the scheme where that is least, must not take more than N. Phases of a step only shorten what each has left. Where
-T - U does not suffice for a sequence alone, the scheme is out. This is the certificate of ``plan.solve.shop`` with one
-price per device, whatever tiles them, and Hydraulis' Eq. (4) with fractional counts where no scheme has several stages.
+these cannot wait. So a sequence of work w takes at least N_k w / (T - U - B_k w) of the cluster's N devices under the
+scheme of N_k devices, and all sequences together, each under the scheme where that is least, must not take more than N.
+Phases of a step only shorten what each has left. Where T - U does not suffice for a sequence alone, the scheme is out.
+This is the certificate of ``plan.solve.shop`` with one price per device, whatever tiles them, and Hydraulis' Eq. (4)
+with fractional counts where no scheme has several stages.
+
+Every pipeline has the overhead of one micro-batch at least, though, and where it has few or small ones its stages wait:
+``micro_batch_room`` says how much work R there is room for beside both. So w takes N_k w / R as well, without a share of
+the overhead. Per scheme the rule counts under which all sequences take more.
 
 That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h
 whose micro-batches come after it. With work W in these the pipeline ends no earlier than at (1 + B_h) m + W, nor than
@@ -29,19 +33,20 @@ slices, that of the longest has all n that the scheme has, and their overhead; o
 which the memory holds them. A pack that holds x tokens has c(x) slices at least, and at most the M(c) tokens that fit
 in c. So each of its tokens bears at least r(x) = min c / M(c) slices' overhead, over c from c(x) to n. r grows with x,
 so that others in the pack of the longest, y = M(n) - x tokens at most, bear y r(min(x, y)) of its n, and it the rest.
-If others bear only 1 / M(n) of a slice for each token, which is no more, the longest bears all but y / M(n). T is
-refuted if it is under either rule.
+If others bear only 1 / M(n) of a slice for each token, which is no more, the longest bears all but y / M(n); if they
+bear none, all of it. T is refuted if it is under any of these rules.
 
 Where plans may recompute any number of layers between those of two candidates, these are in the bound, too: they are
 taken to be no faster than both candidates, and cost what they cost at the lengths that only they hold.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from lengthwise.plan.bounds.micro_batch_room import MARGIN, MicroBatchRoom
+from lengthwise.plan.bounds.step_sequences import SequenceCosts, StepSequences
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.finer_recompute import between, halfway, next_fewer
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -52,18 +57,10 @@ STEP = 1.005
 """Ratio of neighbouring entries beyond; a sequence counts as the one below."""
 UPDATE_DIGITS = 3
 """Leading digits by which update times are told apart."""
-TOLERANCE = 1e-4
-"""Relative width at which the search for the largest refuted time ends."""
-TABLES = (
-    "device_s", "alone_s", "bubble_s", "least_s", "drained_s", "light_device_s", "light_least_s", "light_drained_s",
-)  # fmt: skip
-"""Of ``_Sequences``, over groups of schemes and lengths."""
-LIGHT = "", "light_"
-"""How tables begin that tell what the longest and others beside it take: of what each bears of overhead, two rules."""
 BACKWARD_SHARE = 2 / 3
 """Of the work of any micro-batch, what its backward takes at least."""
-MARGIN = 1e-9
-"""Relative margin of sums of floats, on the side that keeps the bound valid."""
+RECOMPUTE_GROUPS = (3.0, 3.125, 3.5, 4.0, np.inf)
+"""Forwards that a micro-batch takes as long as, up to which candidates of several stages are alike."""
 LOOKED_AT = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64)
 """Slices of packs whose most tokens are looked at; of a number in between, packs hold no more than of the next one."""
 
@@ -89,24 +86,32 @@ class SearchSpaceBound:
         """
         self._problem, self._in_any_order = problem, in_any_order
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
-        groups: dict[tuple[int, int, int, float], list[Candidate]] = {}
+        fewer_by_more = next_fewer(candidates) if any_recompute else {}
+        groups: dict[_Alike, list[Candidate]] = {}
         for candidate in candidates:
-            key = candidate.num_devices, candidate.num_stages, candidate.scheme.slices, _update_s(problem, candidate)
-            groups.setdefault(key, []).append(candidate)
-        self._updates_s = np.array([update_s for *_, update_s in groups])
+            groups.setdefault(_alike(problem, candidate), []).append(candidate)
+        self._updates_s = np.array([group.update_s for group in groups])
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
-        self._devices = np.array([devices for devices, *_ in groups])
-        is_late = [in_any_order and stages > 1 and slices == 1 for _, stages, slices, _ in groups]
+        self._devices = np.array([group.num_devices for group in groups])
+        is_late = [in_any_order and group.num_stages > 1 and group.slices == 1 for group in groups]
         self._shares = np.where(is_late, 0.0, BACKWARD_SHARE)
+        fastest = [
+            list({**dict.fromkeys(members), **dict.fromkeys(fewer_by_more[c] for c in members if c in fewer_by_more)})
+            for members in groups.values()
+        ]
+        later, has_overhead = (
+            [min(map(self._bounding_stages, cs)) - 1.0 for cs in fastest],
+            not problem.overhead_per_sequence,
+        )
+        self._room = MicroBatchRoom.of(fastest, later, has_overhead=has_overhead)
         shape = len(groups), len(self._grid)
-        self._tables = tuple(np.full(shape, np.inf) for _ in TABLES)
+        self._tables = SequenceCosts(*(np.full(shape, np.inf) for _ in SequenceCosts._fields))
         for row, members in enumerate(groups.values()):
             for candidate in members:
                 self._add(candidate, row, self._columns(0, candidate.max_tokens), roomiest=candidate)
-        if any_recompute:
-            rows = {candidate: row for row, members in enumerate(groups.values()) for candidate in members}
-            for more, fewer in next_fewer(candidates).items():
-                self._add_between(fewer, more, rows[fewer])
+        rows = {candidate: row for row, members in enumerate(groups.values()) for candidate in members}
+        for more, fewer in fewer_by_more.items():
+            self._add_between(fewer, more, rows[more])
 
     def _columns(self, above: int, most: int) -> slice:
         """Entries of lengths above some tokens, up to others."""
@@ -118,8 +123,8 @@ class SearchSpaceBound:
         for table, values in zip(self._tables, self._costs(candidate, columns, roomiest)):
             np.minimum(table[row, columns], values, out=table[row, columns])
 
-    def _costs(self, candidate: Candidate, columns: slice, roomiest: Candidate) -> tuple[np.ndarray, ...]:
-        """What ``_Sequences`` calls by the names of ``TABLES``, in their order."""
+    def _costs(self, candidate: Candidate, columns: slice, roomiest: Candidate) -> SequenceCosts:
+        """What sequences of the lengths of some columns take, all [length]."""
         grid, num_slices = self._grid[columns], candidate.scheme.slices
         times_s = (candidate.in_slices(1) if num_slices > 1 else candidate).times_s(grid)
         stages, slice_s = self._bounding_stages(candidate), candidate.overhead_s / num_slices
@@ -133,11 +138,24 @@ class SearchSpaceBound:
             light_s = times_s + slice_s / most_tokens * grid
             others_s = slice_s * self._slices_of_token(roomiest, np.minimum(grid, left)) * left
             longest_s = times_s + candidate.overhead_s - others_s
-        with_light_s = light_s + (num_slices - 1) * slice_s
-        alone_s, bubble_s = times_s + candidate.overhead_s, (stages - 1.0) * (times_s + slice_s)
-        later_s, drained, devices = (stages - 1.0) * alone_s, candidate.alone_stages, candidate.num_devices
-        shared = devices * work_s, drained * alone_s, bubble_s, longest_s + later_s, drained * longest_s
-        return *shared, devices * light_s, with_light_s + later_s, drained * with_light_s
+        in_slices_s = candidate.times_s(grid) - times_s if num_slices > 1 else 0.0
+        longest_s, light_longest_s = longest_s + in_slices_s, light_s + (num_slices - 1) * slice_s + in_slices_s
+        alone_s, drained, devices = times_s + candidate.overhead_s, candidate.alone_stages, candidate.num_devices
+        bare_longest_s, later_s = alone_s + in_slices_s, (stages - 1.0) * alone_s
+        return SequenceCosts(
+            alone_s=drained * alone_s,
+            bubble_s=(stages - 1.0) * (times_s + slice_s),
+            device_s=devices * work_s,
+            least_s=longest_s + later_s,
+            drained_s=drained * longest_s,
+            light_device_s=devices * light_s,
+            light_least_s=light_longest_s + later_s,
+            light_drained_s=drained * light_longest_s,
+            bare_device_s=devices * (work_s if self._problem.overhead_per_sequence else times_s),
+            bare_least_s=bare_longest_s + later_s,
+            bare_drained_s=drained * bare_longest_s,
+            longest_s=bare_longest_s,
+        )
 
     def _slices_of_token(self, candidate: Candidate, lengths: np.ndarray) -> np.ndarray:
         """Slices whose overhead a token bears at least that is in one pack with a sequence of each length."""
@@ -189,149 +207,49 @@ class SearchSpaceBound:
     def step_s(self, priced: PricedBatch) -> float:
         """Seconds that the whole step takes at least, its update included."""
         levels, every = [], self._sequences(priced.bounding_lengths)
-        for update_s in np.unique(self._updates_s).tolist():
-            allowed = self._updates_s <= update_s
-            sequences, whole_s = every.under(allowed), float(self._wholes_s[allowed].min())
-            if sequences.floor_s < np.inf:
-                levels.append((max(whole_s, update_s + sequences.floor_s), update_s, whole_s, sequences))
+        for update_s in np.unique(every.updates_s).tolist():
+            floor_s, whole_s = every.floor_under_s(update_s), float(self._wholes_s[self._updates_s <= update_s].min())
+            levels.append((max(whole_s, update_s + floor_s), update_s, whole_s))
         least_s = np.inf
-        for floor_s, update_s, whole_s, sequences in sorted(levels, key=lambda level: level[:2]):
+        for floor_s, update_s, whole_s in sorted(levels):
             if floor_s < least_s:
-                least_s = min(least_s, max(whole_s, update_s + sequences.bound_s(least_s - update_s)))
+                bound_s = every.under(update_s).bound_s(least_s - update_s)
+                least_s = min(least_s, max(whole_s, update_s + bound_s))
         return least_s
 
     def _at(self, lengths: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
-    def _sequences(self, lengths: np.ndarray) -> "_Sequences":
+    def _sequences(self, lengths: np.ndarray) -> StepSequences:
         columns, counts = np.unique(self._at(lengths), return_counts=True)
-        return _Sequences(
+        return StepSequences(
             num_devices=self._problem.num_devices,
             counts=counts.astype(np.float64),
             devices=self._devices,
             shares=self._shares,
-            **{name: table[:, columns] for name, table in zip(TABLES, self._tables)},
-        )
+            updates_s=self._updates_s,
+            room=self._room,
+            costs=SequenceCosts(*(table[:, columns] for table in self._tables)),
+        ).without_dominated()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Sequences:
-    """The sequences of a step in C classes of length under G groups of schemes; the longest comes last."""
+class _Alike(NamedTuple):
+    """What candidates of one group have in common."""
 
     num_devices: int
-    counts: np.ndarray
-    """[C]"""
-    devices: np.ndarray
-    """[G] of a pipeline."""
-    shares: np.ndarray
-    """[G] of the work of others on the longest one's pipeline, what none of its waits can hide at least."""
-    device_s: np.ndarray
-    """[G, C] device-seconds per stage, with a share of the overhead; inf where it does not fit."""
-    alone_s: np.ndarray
-    """[G, C] seconds of a pipeline with one micro-batch, of this sequence."""
-    bubble_s: np.ndarray
-    """[G, C] seconds that a pipeline whose longest it is idles at least."""
-    least_s: np.ndarray
-    """[G, C] seconds of a pipeline whose longest it is, to which the work of others comes."""
-    drained_s: np.ndarray
-    """[G, C] seconds of such a pipeline to which the backwards of others come, their forwards in its waits."""
-    light_device_s: np.ndarray
-    """[G, C] ``device_s`` beside the longest, if that bears more of its pack's overhead."""
-    light_least_s: np.ndarray
-    """[G, C] ``least_s`` if the longest bears more."""
-    light_drained_s: np.ndarray
-    """[G, C] ``drained_s`` if the longest bears more."""
-    _least_by_time: dict[float, np.ndarray] = field(init=False, default_factory=dict, repr=False)
-
-    def under(self, groups: np.ndarray) -> "_Sequences":
-        """The sequences under some groups of schemes alone, given as a mask [G]."""
-        tables = {name: getattr(self, name)[groups] for name in ("devices", "shares", *TABLES)}
-        return _Sequences(num_devices=self.num_devices, counts=self.counts, **tables)
-
-    @cached_property
-    def _needed_s(self) -> np.ndarray:
-        """[G, C] seconds below which there is no time for a sequence."""
-        return self.alone_s * (1 - MARGIN)
-
-    @cached_property
-    def floor_s(self) -> float:
-        """Seconds as if pipelines never filled or drained, and of the sequence that takes longest alone."""
-        even_s = float(self.device_s.min(axis=0) @ self.counts) / self.num_devices
-        return max(even_s, float(self.alone_s.min(axis=0).max())) * (1 - MARGIN)
-
-    def even_bound_s(self, limit_s: float = np.inf) -> float:
-        """The largest refuted time, each sequence paying for its own bubble; ``limit_s`` if that is refuted."""
-        return _largest_refuted_s(lambda time_s: self._even_devices(time_s) > self._most_devices, self.floor_s, limit_s)
-
-    def bound_s(self, limit_s: float = np.inf) -> float:
-        """The largest refuted time if no other sequence uses the bubble of the longest; ``limit_s`` if that is."""
-        even_s, best_s = self.even_bound_s(limit_s), limit_s
-        hosts = np.flatnonzero(np.isfinite(self.alone_s[:, -1])).tolist()
-        for host in hosts:
-            low_s = max(even_s, float(self.alone_s[host, -1]) * (1 - MARGIN))
-
-            def is_refuted(time_s: float, host: int = host) -> bool:
-                return any(self._hosted_devices(time_s, host, light) > self._most_devices for light in LIGHT)
-
-            if low_s < best_s:
-                best_s = _largest_refuted_s(is_refuted, low_s, best_s)
-        return best_s
-
-    @property
-    def _most_devices(self) -> float:
-        return self.num_devices * (1 + MARGIN)
-
-    def _least_devices(self, time_s: float) -> np.ndarray:
-        """[C] devices that a sequence of each length takes at least; inf where there is no time for it."""
-        if time_s not in self._least_by_time:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                devices = np.where(time_s >= self._needed_s, self.device_s / (time_s - self.bubble_s), np.inf)
-            self._least_by_time[time_s] = devices.min(axis=0)
-        return self._least_by_time[time_s]
-
-    def _even_devices(self, time_s: float) -> float:
-        return float(self._least_devices(time_s) @ self.counts)
-
-    def _hosted_devices(self, time_s: float, host: int, light: str) -> float:
-        """Devices that all sequences take at least if the longest runs on a pipeline of group ``host``.
-
-        What shares its pipeline saves most per second of its room: a fractional knapsack. Room is cheaper as long as
-        others have forwards for what the longest waits for.
-        """
-        drained_s, least_s = (float(getattr(self, f"{light}{name}")[host, -1]) for name in ("drained_s", "least_s"))
-        num_devices, share = float(self.devices[host]), float(self.shares[host])
-        cheap_s = max(0.0, drained_s - least_s) / (1 - share)
-        until_s = max(0.0, time_s - drained_s) / share if share else np.inf
-        room_s = np.array([min(cheap_s, until_s), max(0.0, time_s - least_s)])
-        room_s[1] = room_s[1] if room_s[1] > cheap_s else room_s[0]
-        elsewhere = np.minimum(self._least_devices(time_s), 2.0 * self.num_devices)
-        others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
-        beside = getattr(self, f"{light}device_s")[host] / time_s
-        total = float(elsewhere @ others) + num_devices * max(drained_s, least_s) / time_s
-        fitting = np.isfinite(beside) & (others > 0) & (elsewhere > share * beside)
-        elsewhere, beside, others = elsewhere[fitting], beside[fitting], others[fitting]
-        needed_s = beside * others * time_s / num_devices
-        order = np.argsort(-elsewhere / beside, kind="stable")
-        ends_s = np.cumsum(needed_s[order])
-        parts = np.clip((room_s[:, None] - ends_s) / needed_s[order] + 1, 0.0, 1.0)
-        prices = np.array([[share], [1.0]]) * beside[order]
-        saved = np.maximum(0.0, elsewhere[order] - prices) * others[order]
-        return total - float((saved * np.diff(parts, axis=0, prepend=0.0)).sum())
+    num_stages: int
+    slices: int
+    is_split: bool
+    most_forwards: float
+    update_s: float
 
 
-def _largest_refuted_s(is_refuted: Callable[[float], bool], low_s: float, limit_s: float) -> float:
-    """About the largest time that is refuted, or ``low_s`` if that is not; ``limit_s`` if that is, or is lower."""
-    if limit_s <= low_s or (limit_s < np.inf and is_refuted(limit_s)):
-        return limit_s
-    if not is_refuted(low_s):
-        return low_s
-    high_s = limit_s
-    while high_s == np.inf:
-        low_s, high_s = (2 * low_s, np.inf) if is_refuted(2 * low_s) else (low_s, 2 * low_s)
-    while high_s > low_s * (1 + TOLERANCE):
-        middle_s = (low_s + high_s) / 2
-        low_s, high_s = (middle_s, high_s) if is_refuted(middle_s) else (low_s, middle_s)
-    return low_s
+def _alike(problem: PlanningProblem, candidate: Candidate) -> _Alike:
+    """The group of a candidate; those of several stages by how much they recompute."""
+    scheme, is_plain = candidate.scheme, candidate.num_stages == 1 or candidate.scheme.slices > 1
+    forwards = 0.0 if is_plain else min(limit for limit in RECOMPUTE_GROUPS if candidate.forwards <= limit)
+    update_s = _update_s(problem, candidate)
+    return _Alike(candidate.num_devices, candidate.num_stages, scheme.slices, scheme.zero_bubble, forwards, update_s)
 
 
 def _update_s(problem: PlanningProblem, candidate: Candidate) -> float:
