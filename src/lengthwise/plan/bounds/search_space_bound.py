@@ -12,7 +12,7 @@ This is the certificate of ``plan.solve.shop`` with one price per device, whatev
 with fractional counts where no scheme has several stages.
 
 Every pipeline has the overhead of one micro-batch at least, though, and where it has few or small ones its stages wait:
-``micro_batch_room`` says how much work R there is room for beside both. So w takes N_k w / R as well, without a share of
+``micro_batch_room`` says how much work R there is room for. So w takes N_k w / R as well, without a share of
 the overhead. Per scheme the rule counts under which all sequences take more.
 
 That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h
