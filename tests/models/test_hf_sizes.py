@@ -127,7 +127,11 @@ def test_what_training_reads_is_read_with_its_details(read):
     [
         ({**MIXTRAL, "hidden_size": None}, "lacks hidden_size or n_embd or d_model"),
         ({**MIXTRAL, "num_hidden_layers": 0}, "num_hidden_layers or n_layer or n_layers or num_layers is 0"),
-        ({**MIXTRAL, "intermediate_size": [1, 2]}, "intermediate_size must be a whole number from 0"),
+        (
+            {**MIXTRAL, "intermediate_size": [1, 2]},
+            r"intermediate_size = \[1, 2\]: layers or parts of sizes of their own",
+        ),
+        ({**MIXTRAL, "intermediate_size": 0.5}, "intermediate_size must be a whole number from 0"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "9 experts per token of 8"),
         ({**MIXTRAL, "num_key_value_heads": 5}, "32 heads cannot share 5"),
         ({**MIXTRAL, "kv_lora_rank": 512}, "kv_lora_rank = 512, multi-head latent attention, has no cost model"),

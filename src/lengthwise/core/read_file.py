@@ -78,16 +78,16 @@ def read_text(path: Path, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> 
         ) from None
 
 
-def read_json(path: Path, *, what: str) -> Any:
+def read_json(path: Path, *, what: str, finite: bool = True) -> Any:
     """The JSON document in a file.
 
     Raises:
         FileNotFoundError: nothing is there.
-        InputError: it is not readable or not JSON, a key is there twice, or a number is not finite.
+        InputError: it is not readable or not JSON, a key is there twice, or a number is not ``finite``.
     """
     text = read_text(path, what=what)
     try:
-        return parse_json(text, unique_keys=True)
+        return parse_json(text, unique_keys=True, finite=finite)
     except ValueError as error:
         raise InputError(f"{path} is not {what}: {error}") from None
 

@@ -12,7 +12,7 @@ from typing import Any
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
-from lengthwise.models.hf_values import check_values
+from lengthwise.models.hf_values import check_same_layers, check_values, rope_by_layer
 
 AS_IT_IS = (
     f"lengthwise train with {Setting.IMPLEMENTATION}=auto, lengthwise.prepare and lengthwise.Trainer train such models "
@@ -85,6 +85,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """
     config, path = read_config(folder), Path(folder) / "config.json"
     kind = _architecture(config, path)
+    check_same_layers(config, path)
     for field, allowed in _REQUIRED[kind].items():
         if config.get(field) not in allowed:
             raise UnsupportedModelError(
@@ -105,7 +106,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder) / "config.json"
     try:
-        return check_values(read_json(path, what="a model's configuration"), path)
+        return check_values(read_json(path, what="a model's configuration", finite=False), path)
     except OSError as error:
         raise InputError(f"{path} cannot be read as a model's configuration: {error}") from None
 
@@ -232,6 +233,11 @@ def _refuse_sliding_window(config: Mapping[str, Any], path: Path) -> None:
 def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, tuple[tuple[str, float | str], ...]]:
     """Theta, and the sorted items beyond it (none for plain rotary embeddings)."""
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})  # transformers' precedence
+    if kinds := rope_by_layer(rope):
+        raise UnsupportedModelError(
+            f"{path}: rotary parameters by type of layer ({', '.join(kinds)}) are not supported. {AS_IT_IS}"
+        )
+    rope = {name: value for name, value in rope.items() if value is not None}
     theta = float(rope.pop("rope_theta", None) or config.get("rope_theta") or _DEFAULT_THETA)
     legacy = rope.pop("type", None)
     kind = rope.setdefault("rope_type", legacy or "default")

@@ -81,6 +81,11 @@ class _Fields:
         for name in _NAMES[what]:
             value = self.values.get(name)
             if value is not None:
+                if isinstance(value, list | dict) and value:
+                    raise InputError(
+                        f"{self.path}: {name} = {brief(value, 40)}: layers or parts of sizes of their own have no cost "
+                        "model"
+                    )
                 if type(value) is not int or not 0 <= value <= MAX_SIZE:
                     raise InputError(
                         f"{self.path}: {name} must be a whole number from 0 to {MAX_SIZE:,}, not {brief(value)}"
@@ -119,7 +124,7 @@ def read_priced_spec(folder: Path) -> ModelSpec:
     except InputError:
         path = folder / "config.json"
     try:
-        document = read_json(path, what="a model's configuration")
+        document = read_json(path, what="a model's configuration", finite=False)
     except FileNotFoundError:
         raise InputError(f"{path.parent} holds no config.json, which says the sizes of a model") from None
     except OSError as error:
