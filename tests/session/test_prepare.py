@@ -212,7 +212,9 @@ def test_a_limit_of_positions_below_one_is_none():
 
 
 def test_a_position_that_a_model_of_ones_own_lacks_is_named():
-    with pytest.raises(InputError, match=r"GPT looked up a row that one of its tables has not .* at least 11"):
+    with pytest.raises(
+        InputError, match=r"GPT looked up a row that one of its tables has not .* the longest sequence, 64"
+    ):
         lw.prepare(models.GPT(max_length=8).double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)
 
 

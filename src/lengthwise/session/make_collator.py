@@ -29,6 +29,7 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         special=sequences.special,
         kinds=sequences.kinds(),
         windows=sequences.windows,
+        longest=sequences.computed_lengths.max_length // options.slot_tokens,
         units=_units(sequences, are_split=splits_units(options)),
     )
     if not options.share_prefixes:

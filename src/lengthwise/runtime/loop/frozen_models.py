@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, varied
+from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths, varied
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
@@ -42,15 +42,16 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
         )
     model.to(run.world.device)
     wrapped_model = WrappedModel(model, objective=run.wrapped_model.objective, layers=layers, is_frozen=True)
+    lengths = traced_lengths(run.collator)
     try:
-        with synthetic(run, LENGTHS):
+        with synthetic(run, lengths):
             outputs: list[Callable[[], Any]] = [
                 partial(_output, run, wrapped_model, _pack(run, number)) for number in (0, 1)
             ]
-            wrapped_model.learn(outputs, LENGTHS)
+            wrapped_model.learn(outputs, lengths)
             wrapped_model.script = _script(run, wrapped_model)
         if check:
-            with varied(run, LENGTHS):
+            with varied(run, lengths):
                 _check(run, wrapped_model)
         if check and run.collator.shared is not None:
             _check_shared(run, wrapped_model)
@@ -61,7 +62,8 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
 
 
 def _pack(run: MicroBatchMaker, *sequences: int) -> Pack:
-    return Pack(ids=sequences, lengths=tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences))
+    slots = traced_lengths(run.collator)
+    return Pack(ids=sequences, lengths=tuple(slots[number] * run.collator.slot_tokens for number in sequences))
 
 
 def _micro_batch(run: MicroBatchMaker, pack: Pack, events: list[Event] | None = None) -> MicroBatch:
@@ -90,12 +92,13 @@ def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript
 
 def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
+    lengths = traced_lengths(run.collator)
     with _evaluated(wrapped_model.model) as model:
-        packed = _slots(_output(run, wrapped_model, _pack(run, 0, 1)), sum(LENGTHS))
+        packed = _slots(_output(run, wrapped_model, _pack(run, 0, 1)), sum(lengths))
         alone = []
         for number in (0, 1):
             with wrapped_model.plain():
-                alone.append(_slots(_output(run, wrapped_model, _pack(run, number)), LENGTHS[number]))
+                alone.append(_slots(_output(run, wrapped_model, _pack(run, number)), lengths[number]))
     if not all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
         raise CheckError(
             f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "

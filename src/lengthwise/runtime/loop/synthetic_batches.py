@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,15 @@ from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.corpus_window import LONGEST
 
 LENGTHS = (11, 7)
-"""Slots of the two sequences; sizes that models rarely have otherwise."""
+"""Slots of the two sequences that a model is traced with; sizes that models rarely have otherwise."""
+FEWEST = 3
+"""Slots of the first one, at least: both then have a target of next tokens, and the two are told apart."""
+
+
+def traced_lengths(collator: PackCollator) -> tuple[int, int]:
+    """Slots of two sequences of coprime lengths; no more than the corpus's longest has, so that tables hold them."""
+    first = LENGTHS[0] if collator.longest is None else max(FEWEST, min(LENGTHS[0], collator.longest))
+    return first, next(second for second in range(max(2, first * 7 // 11), first) if gcd(first, second) == 1)
 
 
 class StretchedSequence:
@@ -209,8 +218,8 @@ def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
 
 def summed_loss(run: MicroBatchMaker, sequences: tuple[int, ...]) -> Tensor:
     """The loss summed over the targets of ``sequences`` in one pack, computed by this rank alone."""
-    lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
-    pack = Pack(ids=sequences, lengths=lengths)
+    slots = traced_lengths(run.collator)
+    pack = Pack(ids=sequences, lengths=tuple(slots[number] * run.collator.slot_tokens for number in sequences))
     shard = whole_shard(run, pack)
     with active(shard):
         micro_batch = run.make(shard, pack)
@@ -232,5 +241,5 @@ def whole_shard(run: MicroBatchMaker, pack: Pack) -> PackShard:
 
 def zero_loss(run: MicroBatchMaker) -> Tensor:
     """A loss of zero that depends on all parameters, whose backward adds nothing to any gradient."""
-    with synthetic(run, LENGTHS):
+    with synthetic(run, traced_lengths(run.collator)):
         return summed_loss(run, (0,)) * 0.0

@@ -7,7 +7,7 @@ from torch._dynamo.exc import TorchDynamoException
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
-from lengthwise.runtime.verify.compute_settings import LENGTHS
+from lengthwise.runtime.verify.compute_settings import short_lengths
 from lengthwise.runtime.verify.gradient_check import tolerance_of, worst_difference
 from lengthwise.runtime.verify.scratch_copy import scratch_state
 from lengthwise.runtime.verify.stock_call import GradientResult, gradients_of_pack
@@ -28,13 +28,13 @@ def check_compiled(run: PreparedModel) -> None:
     compiled, num_layers = run.wrapped_model.compiled, run.wrapped_model.structure.num_layers
     if compiled is None:
         return
-    constants = list(run.wrapped_model.structure.constants())
+    constants, lengths = list(run.wrapped_model.structure.constants()), short_lengths(run.collator)
     if run.gather is not None:
         gathered = set(map(id, run.gather.parameters))
         constants = [tensor for tensor in constants if id(tensor) not in gathered]
 
     def compare(fill: Fill) -> None:
-        with scratch_state(run.model, constants, dtype=None), zeros_filled(run, fill), synthetic(run, LENGTHS):
+        with scratch_state(run.model, constants, dtype=None), zeros_filled(run, fill), synthetic(run, lengths):
             run.model.train()
             with compiled.off():
                 expected = on_every_rank(run, partial(finite, partial(_gradients, run), fill))
@@ -47,7 +47,7 @@ def check_compiled(run: PreparedModel) -> None:
 
 def _gradients(run: PreparedModel, flags: tuple[bool, ...] = ()) -> GradientResult:
     try:
-        return gradients_of_pack(run, LENGTHS, recompute=flags, offload=bool(flags))
+        return gradients_of_pack(run, short_lengths(run.collator), recompute=flags, offload=bool(flags))
     except TorchDynamoException as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(

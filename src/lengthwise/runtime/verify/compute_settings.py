@@ -10,13 +10,14 @@ from torch import nn
 from lengthwise.core.head_split import shared_by
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import has_kinds_of_ids
+from lengthwise.runtime.loop.synthetic_batches import LENGTHS, has_kinds_of_ids, traced_lengths
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 
 _log = logging.getLogger("lengthwise")
 
-LENGTHS = (11, 7, 2)
-"""Slots of the sequences of the short pack: ragged, one of them with fewer slots than many degrees."""
+FEW = 2
+"""Slots of the last sequence of the short pack, fewer than many degrees."""
 LONG = 2048
 """Most slots of a long sequence whose gradients are compared."""
 WORK = {"cpu": 5e9, "cuda": 5e12}
@@ -56,6 +57,15 @@ class ComputeSetting:
         return f"{sequences}, {layers} recomputed{offloaded}"
 
 
+def short_lengths(collator: PackCollator, max_degree: int = 1) -> tuple[int, ...]:
+    """Slots of the sequences of the short pack: ragged, one of them long or several, so that all ranks have slots."""
+    lengths = (*traced_lengths(collator), FEW)
+    if max_degree <= sum(lengths):
+        return lengths
+    longest = max_degree if collator.longest is None else max(lengths[0], min(collator.longest, max_degree))
+    return (*lengths, *[longest] * -(-max_degree // longest))
+
+
 def settings_of(
     run: PreparedModel,
     *,
@@ -70,7 +80,7 @@ def settings_of(
     Layers of both kinds are offloaded.
     """
     max_degree = max(degrees)
-    lengths = LENGTHS if max_degree <= sum(LENGTHS) else (*LENGTHS, max_degree)
+    lengths = short_lengths(run.collator, max_degree)
     settings = [
         ComputeSetting(
             lengths=lengths, degree=degree, method=method, recompute=name,
@@ -93,7 +103,7 @@ def settings_of(
             for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
-    if longest <= max(LENGTHS):
+    if longest <= lengths[0]:
         return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [
@@ -120,11 +130,8 @@ def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple
     num_kinds = len(run.collator.kinds.get("tokens", ()))
     if run.wrapped_model.by_sequence is not None or num_kinds < 2 or not has_kinds_of_ids(run.collator):
         return ()
-    left, limit = (
-        max(2 * sum(LENGTHS), min(2 * num_kinds, max(max_slots, 2 * sum(LENGTHS)))),
-        max(longest, max(LENGTHS)),
-    )
-    lengths = []
+    lengths, short = [], short_lengths(run.collator)
+    left, limit = max(2 * sum(short), min(2 * num_kinds, max_slots)), max(longest, short[0])
     while left > 0:
         lengths.append(min(limit, max(2, left - left // 2)))
         left -= lengths[-1]

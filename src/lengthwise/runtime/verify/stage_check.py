@@ -22,7 +22,7 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.runtime.loop.planned_pipelines import weights_of_layers
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, varied, whole_shard
+from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
 from lengthwise.runtime.verify.gradient_check import Tolerance, compare_precisely, worst_difference
@@ -42,8 +42,13 @@ from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 Cuts = tuple[range | None, ...]
 """Tokens of each slice of a pack; None: all of it."""
-CUTS: Cuts = (range(4), range(4, 5), range(5, 13), range(13, 17), range(17, sum(LENGTHS)))
-"""Slices of the compared pack: one token, the end of a sequence and the next one's beginning, and no target at all."""
+
+
+def cuts_of(first: int, second: int) -> Cuts:
+    """Slices of a pack of two: one token, the end of a sequence and the next one's beginning, and no target at all."""
+    inner, total = first * 4 // 11, first + second
+    bounds = sorted({0, inner, inner + 1, first + max(1, second * 2 // 7), total - 1, total})
+    return tuple(range(start, end) for start, end in pairwise(bounds))
 
 
 def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool = False, slices: bool = False) -> None:
@@ -57,14 +62,15 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int], splits: bool =
     """
     if slices and len(stage_layers) > 1 and not run.is_cuttable:
         check_stages(run, stage_layers)
-    cuts: Cuts = CUTS if slices else (None,)
+    lengths = traced_lengths(run.collator)
+    cuts: Cuts = cuts_of(*lengths) if slices else (None,)
     what = f"stages of {list(stage_layers)} layers{' in slices' if slices else ''}"
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
-        with varied(run, LENGTHS):
+        with varied(run, lengths):
             values = ForwardValues()
             with values_of_forward(run.model, values):
-                expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, LENGTHS), fill), what)
+                expected = on_every_rank(run, partial(finite, partial(gradients_of_pack, run, lengths), fill), what)
             on_every_rank(run, partial(_compare, run, stage_layers, splits, cuts, expected, values, tolerance), what)
 
     compare_precisely(run, compare)
@@ -181,7 +187,7 @@ def _forwards(
 
     ``gradients``: takes those of weights that its backward leaves for later; None: it leaves none.
     """
-    pack = pack_of(run, LENGTHS)
+    pack = pack_of(run, traced_lengths(run.collator))
     slices = PackSlices(run.collator.cu_seqlens(pack))
     for sent, tokens in zip(received, cuts):
         shard = whole_shard(run, pack)

@@ -11,7 +11,7 @@ import torch
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synthetic
+from lengthwise.runtime.loop.synthetic_batches import summed_loss, synthetic, traced_lengths
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
@@ -30,8 +30,9 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
     fill = Fill.SIGNED if labels is None else Fill.NOTHING  # a head of zeros has one loss, whatever the labels
+    lengths = traced_lengths(run.collator)
     with noise_free(run, fill=fill), _rows_named(run):
-        with synthetic(run, LENGTHS), RefuseParameterWrites(run.model):
+        with synthetic(run, lengths), RefuseParameterWrites(run.model):
             if labels is not None:
                 run.wrapped_model.labels = labels
             elif run.wrapped_model.objective == NEXT_TOKEN:
@@ -40,12 +41,12 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         run.collator = replace(
             run.collator, shifts_labels=run.collator.shifts_labels and run.wrapped_model.labels.shifts
         )
-    with synthetic(run, LENGTHS), noise_free(run), _rows_named(run):
-        run.wrapped_model.learn([partial(_forward, run, 0), partial(_forward, run, 1)], LENGTHS)
+    with synthetic(run, lengths), noise_free(run), _rows_named(run):
+        run.wrapped_model.learn([partial(_forward, run, 0), partial(_forward, run, 1)], lengths)
         if run.gather is not None:
             run.check_gathers()
         if run.wrapped_model.by_sequence is None:
-            run.wrapped_model.script = observe_script(run, LENGTHS[0])
+            run.wrapped_model.script = observe_script(run, lengths[0])
     if run.wrapped_model.compiled is not None:
         run.wrapped_model.compiled.choose(type(run.model).__name__)
     if run.wrapped_model.tiles is not None:
@@ -60,7 +61,7 @@ def trace_tiles(run: PreparedModel) -> str:
     wrapped_model = run.wrapped_model
     tiles = wrapped_model.tiles = TiledModules(wrapped_model.structure.layers, 0, lambda: wrapped_model.is_plain)
     try:
-        with synthetic(run, LENGTHS), noise_free(run), _rows_named(run):
+        with synthetic(run, traced_lengths(run.collator)), noise_free(run), _rows_named(run):
             _forward(run, 0)
         tiles.choose(type(run.model).__name__)
     except InputError as error:
@@ -82,8 +83,10 @@ def _rows_named(run: PreparedModel) -> Iterator[None]:
     try:
         yield
     except IndexError as error:
+        first, second = traced_lengths(run.collator)
+        longest = max(first, run.collator.longest or 0)
         raise InputError(
             f"{type(run.model).__name__} looked up a row that one of its tables has not ({error}), in two sequences of "
-            f"{LENGTHS[0]} and {LENGTHS[1]} slots with the corpus's own tokens. Give its embedding a row for every "
-            f"token id, and its positions a row for each slot of the longest sequence, at least {LENGTHS[0]}"
+            f"{first} and {second} slots with the corpus's own tokens. Give its embedding a row for every token id, "
+            f"and its positions a row for each slot of the longest sequence, {longest:,}; or set max_length"
         ) from error

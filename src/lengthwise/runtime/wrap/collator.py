@@ -51,6 +51,9 @@ class PackCollator:
     windows: Sequence[CorpusWindow] = ()
     """Slots of several sequences, to compare the model on; nothing: the first sequence is taken for all."""
 
+    longest: int | None = None
+    """Slots of the longest sequence of the corpus; None: it is not known."""
+
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
 
