@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -52,6 +53,47 @@ def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank
         refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks])
         assert len(set(refusals)) == 1
         assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
+
+
+class Counting(Odd):
+    """Counts its calls, and warms its outputs up with them."""
+
+    num_calls = 0
+
+    def forward(self, tokens, positions=None):
+        self.num_calls += 1
+        return super().forward(tokens, positions) * min(1.0, 0.5 + self.num_calls / 50)
+
+
+class Averaging(Odd):
+    """Scales outputs by a running mean, which is no buffer."""
+
+    def forward(self, tokens, positions=None):
+        logits, mean = super().forward(tokens, positions), getattr(self, "running_mean", torch.ones(1))
+        self.running_mean = 0.9 * mean + 0.1 * logits.detach().abs().mean()
+        return logits * mean
+
+
+class Remembering(Odd):
+    """Remembers the lengths that it has seen, in an object of its own."""
+
+    lengths: ClassVar = []
+
+    def forward(self, tokens, positions=None):
+        self.lengths.append(tokens.shape[1])
+        return super().forward(tokens, positions) * (1.0 + 1e-3 * len(self.lengths))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "attribute"), [(Counting, "num_calls"), (Averaging, "running_mean"), (Remembering, None)]
+)
+def test_state_between_calls_is_the_reason_that_is_given(ranks, kind, attribute, by_layer):
+    refusals = ranks(2).run(outcome, Case(build=partial(built, kind, "none"), **LOGITS), PACKS[2], by_layer=by_layer)
+    assert len(set(refusals)) == 1
+    named = f", such as its attribute {attribute}" if attribute else ""
+    assert f"The forward of {kind.__name__} gives something else when it is called again" in refusals[0]
+    assert f"it keeps state between calls{named}, which would differ between ranks" in refusals[0]
 
 
 @pytest.mark.parametrize(

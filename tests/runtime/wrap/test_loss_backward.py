@@ -198,6 +198,24 @@ class Averaging(torch.nn.Module):
         return logits - logits.mean(1, keepdim=True), loss
 
 
+class Counting(Averaging):
+    """A teacher that counts its calls."""
+
+    num_calls = 0
+
+    def forward(self, idx, targets=None):
+        self.num_calls += 1
+        logits, loss = self.inner(idx, idx)
+        return logits * self.num_calls, loss
+
+
+def test_a_teacher_that_keeps_state_between_calls_is_refused_with_that_reason():
+    run, teacher = make_run(model_of(), degree=1), Counting()
+    with pytest.raises(CheckError, match=r"The forward of Counting gives something else .* its attribute num_calls"):
+        run.frozen(teacher)
+    run.close()
+
+
 def test_a_teacher_that_mixes_sequences_is_refused():
     run, teacher = make_run(model_of(), degree=1), Averaging()
     with pytest.raises(CheckError, match="Averaging computes other outputs for two sequences in one pack"):

@@ -38,6 +38,7 @@ from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.refused_draws import random_states
+from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")
@@ -285,6 +286,7 @@ def _verdict(
         return
     if setting.scalar != ALMOST_ONE:
         raise _decided_at_random(run)
+    _check_called_again(run, setting, alone, tolerance)
     methods = (setting.method,) * run.wrapped_model.structure.num_layers
     group = group_of_degree(run.world, setting.degree)
     where = locate_difference(run, setting.lengths, group, _flags(run, setting.recompute), methods)
@@ -294,6 +296,20 @@ def _verdict(
         f"{type(run.model).__name__} learns something else from packs than from its sequences one by one, called as "
         f"its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"
     )
+
+
+def _check_called_again(
+    run: PreparedModel, setting: ComputeSetting, alone: GradientResult, tolerance: Tolerance
+) -> None:
+    """Raise ``CheckError`` if the stock model, called on the same sequences again, does not give the same."""
+    state = StateBetweenCalls(run.model)
+    again = on_every_rank(
+        run, partial(gradients_alone, run, setting.lengths, gradients=setting.gradients), str(setting), is_stock=True
+    )
+    ratio = worst_difference(run, again, alone, tolerance).ratio
+    ratios = gather_rows(torch.tensor([ratio], dtype=torch.float64, device=run.world.device))
+    if not bool((ratios <= 1.0).all()):
+        raise CheckError(state.described())
 
 
 def worst_difference(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
