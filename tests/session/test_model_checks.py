@@ -4,8 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lengthwise.core.errors import CheckError, InputError
+import lengthwise as lw
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.session.model_checks import check_model, forward_errors_named
+from tests.session import models
 
 
 def test_a_model_of_which_a_part_is_compiled_in_place_is_refused():
@@ -16,19 +19,93 @@ def test_a_model_of_which_a_part_is_compiled_in_place_is_refused():
         check_model(model)
 
 
+CALL = "a pack of one sequence, of 11 or 7 slots, in float64 on cpu"
+
+
+def named(**options):
+    return forward_errors_named(nn.Linear(1, 1), PrepareOptions(**options), call=CALL)
+
+
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), torch.distributed.DistBackendError("NCCL"), CheckError("its own")],
 )
 def test_errors_that_are_not_those_of_the_call_pass_as_they_are(error):
-    with pytest.raises(type(error)) as raised, forward_errors_named(nn.Linear(1, 1)):
+    with pytest.raises(type(error)) as raised, named():
         raise error
     assert raised.value is error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes\n do not fit"), KeyError("idx"), NotImplementedError()])
 def test_an_error_of_the_forward_says_how_it_was_called(error):
-    said = rf"forward of Linear fails .*\({type(error).__name__}: .*\); say how it is called"
-    with pytest.raises(InputError, match=said) as raised, forward_errors_named(nn.Linear(1, 1)):
+    line = r"in test_model_checks.py, line \d+"
+    said = rf"forward of Linear fails with {CALL}, {line} \({type(error).__name__}: .*\); say how it is called"
+    with pytest.raises(InputError, match=said) as raised, named():
         raise error
     assert "\n" not in str(raised.value)
+
+
+def given(micro_batch, more=None):
+    """What a user says of inputs, or of the loss."""
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({}, "say how it is called with inputs=lambda micro_batch: {...}, and how its loss is made with loss=lambda"),
+        ({"inputs": given}, "say how its loss is made with loss=lambda output, micro_batch: ..."),
+        ({"loss": given}, "say how it is called with inputs=lambda micro_batch: {...}"),
+        ({"inputs": given, "loss": given}, "change that line, or what inputs= and loss= make"),
+    ],
+)
+def test_what_was_said_of_the_call_is_not_asked_for_again(options, way_out):
+    with pytest.raises(InputError) as raised, named(**options):
+        raise ValueError("too many values to unpack")
+    assert str(raised.value).partition("); ")[2].startswith(way_out)
+    assert [name for name in options if f"{name}=lambda" in str(raised.value)] == []
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64),
+        lambda: torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)),
+        lambda: torch.special.gammainc(torch.ones(2, requires_grad=True), torch.ones(2)).sum().backward(),
+        lambda: torch.fft.fft(torch.ones(4, dtype=torch.bfloat16)),
+        lambda: torch.linalg.inv(torch.ones(2, 2, dtype=torch.float16)),
+    ],
+)
+def test_errors_of_torch_ask_for_nothing_that_does_not_help(compute):
+    said = f"{CALL}, in test_model_checks.py, line .* set another device=, or"
+    with pytest.raises(InputError, match=said) as raised, named():
+        compute()
+    assert "inputs=" not in str(raised.value) and "loss=" not in str(raised.value)
+
+
+class WithoutBackward(models.GPT):
+    """Calls a function of torch that has no backward."""
+
+    def forward(self, idx, targets=None):
+        logits, loss = super().forward(idx, targets)
+        return logits, None if loss is None else torch.special.gammainc(loss, torch.ones_like(loss))
+
+
+class MixedDtypes(models.GPT):
+    """Multiplies weights by numbers of another dtype."""
+
+    def forward(self, idx, targets=None):
+        self.head(self.tokens(idx).float())
+        return super().forward(idx, targets)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WithoutBackward, r"WithoutBackward in float64 fails on a sequence alone, .* \(.*igamma: input.*\)"),
+        (MixedDtypes, rf"MixedDtypes fails with {CALL}, in test_model_checks.py, line .*dtype.*; change that line"),
+    ],
+)
+def test_prepare_says_with_which_lengths_and_in_which_dtype_a_forward_fails(kind, message):
+    with pytest.raises(LengthwiseError, match=message) as raised:
+        lw.prepare(kind().double(), models.rows(), cost=models.mixed_cost(), memory_gib=40, verbose=False)
+    assert "inputs=" not in str(raised.value)

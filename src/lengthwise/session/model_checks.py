@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, cast
 
 import torch
@@ -140,8 +142,11 @@ def _check_not_wrapped(model: nn.Module, *, may_be_compiled: bool) -> None:
 
 
 @contextmanager
-def forward_errors_named(model: nn.Module) -> Iterator[None]:
-    """What the model's own code raises becomes an ``InputError`` that says how it was called."""
+def forward_errors_named(model: nn.Module, options: PrepareOptions, *, call: str) -> Iterator[None]:
+    """What the model's own code raises becomes an ``InputError`` that says how it was called, and what can be changed.
+
+    ``call``: what it is called with, and in which dtype, in words.
+    """
     try:
         yield
     except LengthwiseError:
@@ -151,10 +156,33 @@ def forward_errors_named(model: nn.Module) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise InputError(
-            f"the forward of {type(model).__name__} fails with a pack of one sequence ({type(error).__name__}: "
-            f"{reason}); say how it is called with inputs=lambda micro_batch: {{...}}, and how its loss is made with "
-            "loss=lambda output, micro_batch: ..."
+            f"the forward of {type(model).__name__} fails with {call}{_line_of(error)} ({type(error).__name__}: "
+            f"{reason}); {_way_out(error, options)}"
         ) from error
+
+
+_OF_TORCH = ("not implemented", "not supported", "derivative", "dtype", "scalar type", "backend")
+"""Words of errors that torch raises for a device or a dtype, however it is called."""
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_SAYS = {
+    "inputs": "how it is called with inputs=lambda micro_batch: {...}",
+    "loss": "how its loss is made with loss=lambda output, micro_batch: ...",
+}
+
+
+def _way_out(error: Exception, options: PrepareOptions) -> str:
+    """What the user can do, and has not done."""
+    is_of_torch = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OF_TORCH)
+    if is_of_torch:
+        return "change that line, set another device=, or give the model in another dtype, such as model.float()"
+    missing = [words for name, words in _SAYS.items() if getattr(options, name) is None]
+    return f"say {', and '.join(missing)}" if missing else "change that line, or what inputs= and loss= make"
+
+
+def _line_of(error: Exception) -> str:
+    """Which line raised an error: the innermost that is neither of torch nor of this library."""
+    lines = [line for line in extract_tb(error.__traceback__) if not line.filename.startswith(_LIBRARIES)]
+    return f", in {Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""
 
 
 def check_takes(model: nn.Module, sequences: RunSequences) -> None:

@@ -28,6 +28,7 @@ from lengthwise.runtime.loop.brought_items import ItemExchange
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.synthetic_batches import traced_lengths
 from lengthwise.runtime.state.optimizer_trial import after_trial, lr_function
 from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
@@ -280,7 +281,7 @@ def _learn(
         )
         prepared.can_recompute = chosen.recompute != "none" or not chosen.check
         with IdRanges(prepared) as lookups:
-            all_succeed(world, partial(_learn_named, prepared))
+            all_succeed(world, partial(_learn_named, prepared, chosen))
         if wrapped_model.checkpointing.is_used and world.is_first:
             _log.warning("the model's activation checkpointing is left out: plans choose it; see recompute=")
         makes_loss = chosen.loss is not None or chosen.inputs is not None
@@ -302,8 +303,11 @@ def _learn(
     return prepared
 
 
-def _learn_named(prepared: PreparedModel) -> None:
-    with forward_errors_named(prepared.model):
+def _learn_named(prepared: PreparedModel, chosen: PrepareOptions) -> None:
+    first, second = traced_lengths(prepared.collator)
+    dtype = str(prepared.wrapped_model.structure.computed_dtype).removeprefix("torch.")
+    call = f"a pack of one sequence, of {first} or {second} slots, in {dtype} on {prepared.world.device.type}"
+    with forward_errors_named(prepared.model, chosen, call=call):
         trace_model(prepared)
 
 

@@ -17,7 +17,7 @@ from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from tests.runtime.train.runs import local_world
 
 WHAT = "sequences of 3 and 5 slots in one pack"
-ALONE = f"Linear fails on a sequence alone, called as before it was prepared, in {WHAT}"
+ALONE = f"Linear in float32 fails on a sequence alone, called as before it was prepared, in {WHAT}"
 PLANNED = f"Linear fails where plans compute it otherwise than its user, in {WHAT}"
 CASES = [
     (InputError("its own"), False, InputError, "its own"),

@@ -86,7 +86,11 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
         )
     reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     if is_stock:
-        return "dtype", f"{name} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
+        dtypes = (str(weight.dtype) for weight in run.model.parameters() if weight.is_floating_point())
+        numbers = next(dtypes, "torch.float32").removeprefix("torch.")
+        return "dtype", (
+            f"{name} in {numbers} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
+        )
     may_be_recompute = isinstance(error, CheckpointError) or ("recomputed" in what and "no layer" not in what)
     way_out = (
         "; layers that change what they are given, or share state beside it, cannot be recomputed; set "
