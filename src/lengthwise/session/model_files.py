@@ -108,7 +108,7 @@ def source_files(folder: RunFolder) -> Path | None:
 
 def trained_config(source: Path, *, dtype: str, max_length: int) -> dict[str, Any]:
     """The ``config.json`` of ``source`` with what training changed: the type of the weights, and longer positions."""
-    config = dict(read_json(source / CONFIG, what="a model's configuration"))
+    config = dict(read_json(source / CONFIG, what="a model's configuration", finite=False))
     names = [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]
     config |= dict.fromkeys(names, dtype)
     positions = config.get("max_position_embeddings")
