@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from signal import SIGTERM
 
 from lengthwise.cli import claim
 from lengthwise.cli.claim import LAUNCHER_LOCK, RANKS_LOCK, RanksClaim, claimed, claimed_with_free_name
@@ -39,7 +40,7 @@ def test_a_run_that_was_replaced_while_it_slept_says_nothing_in_the_folder(tmp_p
         with folder.lock(RANKS_LOCK).held():
             write_status(folder, FAILED, exit_code=1, error="of a run that is over")
             assert not report_error(folder, OSError("of a run that is over"))
-            ask_to_stop(folder)
+            ask_to_stop(folder, by=SIGTERM)
             assert folder.read_json("status.json")["state"] == RUNNING and not folder.stop.exists()
             assert "another run has taken it over" in capsys.readouterr().err
             assert "another run has taken it over" in str(error_of(folder, killed=""))

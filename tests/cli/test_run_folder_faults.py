@@ -8,11 +8,13 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 
 import pytest
 
 from lengthwise.cli.ending import ask_to_stop
 from lengthwise.cli.refused_resume import EarlierStatus
+from lengthwise.cli.restart import RUNNING, note_begun, write_status
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint import candidates, latest, verify
@@ -105,8 +107,20 @@ def test_a_profile_that_could_not_be_written_is_not_measured(cli, corpus, tmp_pa
 
 
 def test_a_stop_that_cannot_be_asked_for_is_told_and_ends_nobody(tmp_path):
-    assert "cannot be asked to stop (No such file or directory: " in ask_to_stop(RunFolder(tmp_path / "gone"))
-    assert "stopping after the step" in ask_to_stop(RunFolder(tmp_path))
+    refused = ask_to_stop(RunFolder(tmp_path / "gone"), by=SIGTERM)
+    assert "cannot be asked to stop (No such file or directory: " in refused
+
+
+def test_what_a_stop_does_is_told_as_it_is_for_the_signal_and_the_moment(tmp_path):
+    folder = RunFolder(tmp_path)
+    starting = "stopping while ranks start; no step has begun, so there is nothing to save"
+    assert {ask_to_stop(folder, by=number) for number in (SIGTERM, SIGINT)} == {starting}
+    write_status(folder, RUNNING)
+    assert ask_to_stop(folder, by=SIGTERM) == starting
+    note_begun(folder)
+    training = "stopping after the step in flight, with a checkpoint"
+    assert ask_to_stop(folder, by=SIGTERM) == training
+    assert ask_to_stop(folder, by=SIGINT) == f"{training}; Ctrl-C once more ends it at once, without saving"
 
 
 def harm(run: Path, what: str) -> None:

@@ -169,6 +169,7 @@ def test_a_run_whose_rank_hangs_ends_at_the_second_ctrl_c_and_listens_on_this_ma
         start.process.send_signal(signal.SIGINT)
         time.sleep(0.6)
     code, printed = start.end()
+    assert "stopping after the step in flight, with a checkpoint; Ctrl-C once more" in printed
     assert code == 130 and "ended at once by a second Ctrl-C, without saving" in printed, printed[-2000:]
     assert start.status() == ("crashed", 130)
     assert not list((tmp_path / "tmp").glob("lengthwise-*")) and not list((tmp_path / "tmp").glob("torchelastic*"))
@@ -195,6 +196,7 @@ def test_a_run_that_is_asked_to_stop_while_its_ranks_start_ends_with_75(start):
     code, printed = start.end()
     assert code == 75, printed[-2000:]
     assert "Traceback" not in printed
+    assert "stopping while ranks start; no step has begun" in printed and "step in flight" not in printed
     assert start.folder.read_json("status.json").get("state", "") in ("preempted", ""), "or no rank had begun"
 
 

@@ -1,6 +1,7 @@
 """What is left of a run whose ranks ended before its last step, in words, and as status.json says it."""
 
 from contextlib import suppress
+from signal import SIGINT
 
 from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
@@ -37,14 +38,18 @@ def error_of(folder: RunFolder, *, killed: str, failed: str = "") -> LengthwiseE
     return LengthwiseError(words)
 
 
-def ask_to_stop(folder: RunFolder) -> str:
-    """Ask all ranks to save and end after the step in flight; what to tell the user, who asked for it."""
+def ask_to_stop(folder: RunFolder, *, by: int) -> str:
+    """Ask all ranks to save and end after the step in flight; what to tell the user, who asked for it by a signal."""
+    at_once = "Ctrl-C once more ends it at once" if by == SIGINT else "Ctrl-C ends it at once"
     try:
         if not another_run_holds(folder):
             folder.stop.touch()
     except OSError as error:  # this runs in a signal's handler, where an error would end the launcher alone
-        return f"the run cannot be asked to stop ({reason(error)}); Ctrl-C once more ends it at once, without saving"
-    return "stopping after the step in flight, with a checkpoint; Ctrl-C once more ends at once"
+        return f"the run cannot be asked to stop ({reason(error)}); {at_once}, without saving"
+    if not read_status(folder).get("has_begun"):
+        return "stopping while ranks start; no step has begun, so there is nothing to save"
+    again = f"; {at_once}, without saving" if by == SIGINT else ""
+    return f"stopping after the step in flight, with a checkpoint{again}"
 
 
 def way_on(folder: RunFolder) -> str:

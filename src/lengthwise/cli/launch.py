@@ -90,13 +90,13 @@ def torchrun(
     *,
     nproc: int,
     variables: dict[str, str] | None = None,
-    on_stop: Callable[[], None] | None = None,
+    on_stop: Callable[[int], None] | None = None,
     max_restarts: int = 0,
 ) -> LaunchOutcome:
     """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine, again up to ``max_restarts`` times if one dies.
 
     One thread a rank unless OMP_NUM_THREADS says otherwise. Ranks listen on the loopback interface alone. The first
-    SIGTERM, SIGHUP or SIGINT calls ``on_stop``, by which the ranks are to end by themselves, however long their step
+    SIGTERM, SIGHUP or SIGINT calls ``on_stop`` with its number, by which the ranks are to end by themselves, however long their step
     takes; a second SIGINT kills them. Without ``on_stop`` all ranks are killed at the first.
 
     Raises:

@@ -54,9 +54,15 @@ def earlier_end(folder: RunFolder) -> int | None:
 
 
 def write_status(
-    folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "", by_signal: bool = False
+    folder: RunFolder,
+    state: str,
+    *,
+    exit_code: int | None = None,
+    error: str = "",
+    by_signal: bool = False,
+    has_begun: bool = False,
 ) -> None:
-    """Record how the run goes, and the step of the newest checkpoint once it has ended.
+    """Record how the run goes, and the step of the newest checkpoint once it has ended; ``has_begun``: a step.
 
     Where the disk is full, the file is written over in place: it has been given room for that from the start. Where
     another run has taken the folder over, nothing is written.
@@ -66,6 +72,8 @@ def write_status(
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
     if by_signal:
         document["by_signal"] = True
+    if has_begun:
+        document["has_begun"] = True
     if state != RUNNING:
         document["safe_step"] = None
         with suppress(OSError, InputError):  # the latter: there is none
@@ -90,6 +98,13 @@ def _write_over(file: Path, document: dict[str, Any]) -> None:
             content = json.dumps({**document, "error": document["error"][:spare]}).encode()
         stream.seek(0)
         stream.write(content.ljust(size))
+
+
+def note_begun(folder: RunFolder) -> None:
+    """Let the launcher know that steps begin: from now on there is something to save."""
+    if is_first():
+        with suppress(OSError):
+            write_status(folder, RUNNING, has_begun=True)
 
 
 def read_status(folder: RunFolder) -> dict[str, Any]:

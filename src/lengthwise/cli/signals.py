@@ -20,8 +20,8 @@ STOPPED_BY_TORCHRUN = "stopped by a signal, as torchrun sends where it is asked 
 class SignalsOfRanks:
     """While ranks run: the first signal asks them to stop, a second Ctrl-C kills them."""
 
-    def __init__(self, on_stop: Callable[[], None] | None) -> None:
-        """``on_stop``: asks the ranks; they save and end by themselves."""
+    def __init__(self, on_stop: Callable[[int], None] | None) -> None:
+        """``on_stop``: gets the number of the signal, and asks the ranks; they save and end by themselves."""
         self._on_stop = on_stop
         self._handlers: dict[int, Any] = {}
         self._first_s = 0.0
@@ -53,7 +53,7 @@ class SignalsOfRanks:
             kill_children()
             raise KeyboardInterrupt
         elif len(self.received) == 1:
-            self._on_stop()
+            self._on_stop(number)
 
 
 def kill_children() -> None:

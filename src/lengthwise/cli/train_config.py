@@ -214,8 +214,8 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
     if "--quiet" not in arguments:
         log.print(f"run folder: {folder.path}", markup=False, soft_wrap=True)
 
-    def on_stop() -> None:
-        log.print(ask_to_stop(folder), soft_wrap=True)
+    def on_stop(number: int) -> None:
+        log.print(ask_to_stop(folder, by=number), soft_wrap=True)
 
     try:
         variables = {RUN_FOLDER_VARIABLE: str(folder.path)}

@@ -21,6 +21,7 @@ from lengthwise.cli.restart import (
     STATUS,
     ResumePoint,
     end_with_parent,
+    note_begun,
     num_restarts,
     of_disk_in_words,
     reason_of,
@@ -76,7 +77,7 @@ def run_worker(
     from lengthwise.runtime.comm.world import start_world, stop_world
 
     claim = RanksClaim(folder)
-    stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim))
+    stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim), on_begin=partial(note_begun, folder))
     stop.heed_launcher(end_with_parent(stop.look))
     try:
         if is_first():

@@ -50,6 +50,11 @@ def resume_run(run: Run, folder: str, *, step: int) -> None:
         )
 
 
+def num_ranks_of(folder: str) -> int:
+    """How many ranks saved the checkpoint in ``folder``."""
+    return int(checkpoint.read_state(checkpoint.latest(Path(folder) / FOLDER))["num_ranks"])
+
+
 def log_if_done(run: Run) -> None:
     """Warn on the first rank if a run that was resumed has no step left."""
     if run.next_step >= run.num_steps and run.world.is_first:

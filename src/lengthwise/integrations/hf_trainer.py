@@ -24,9 +24,10 @@ from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.config.setting_names import as_trainer_argument
 from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.integrations.hf_callback import TrainerCallback
-from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_anew, log_if_done, resume_run
+from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_anew, log_if_done, num_ranks_of, resume_run
 from lengthwise.integrations.hf_control import act_in_turn, agree
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
+from lengthwise.integrations.hf_evaluation import EvaluatedBatches, begin_best_anew
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
 from lengthwise.integrations.hf_losses_of_steps import StepLosses
 from lengthwise.integrations.hf_overrides import is_overridden
@@ -82,6 +83,7 @@ class Trainer(transformers.Trainer):
         self.run: Run | None = None
         """While it trains."""
         self._has_trained = False
+        self._evaluated: EvaluatedBatches | None = None
         self._options: dict[str, Any] = {"policy": policy, **(lengthwise or {})}
 
     @errors_spelt(as_trainer_argument)
@@ -249,6 +251,7 @@ class Trainer(transformers.Trainer):
         if checkpoint is not None:
             resume_run(run, checkpoint, step=self.state.global_step)
             log_if_done(run)
+            begin_best_anew(self, Trainer, num_ranks_before=num_ranks_of(checkpoint))
         elif self._has_trained:
             log_if_anew(run)
         self._has_trained = True
@@ -352,12 +355,25 @@ class Trainer(transformers.Trainer):
         with nullcontext() if self.run is None else self.run.plain():
             yield
 
-    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Evaluate as transformers does, on the plain model."""
+    def evaluation_loop(self, dataloader: Any, *args: Any, **options: Any) -> Any:
+        """Evaluate as transformers does on one process, on the plain model."""
         if self.model not in self.accelerator._models:  # accelerate would wrap the forward; autocast is ours
             self.accelerator._models.append(self.model)
-        with self._prepared_for_evaluation():
-            return super().evaluation_loop(*args, **options)
+        self._evaluated = EvaluatedBatches(self, dataloader)
+        with self._prepared_for_evaluation(), self._evaluated.as_on_one_process():
+            return super().evaluation_loop(dataloader, *args, **options)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch as transformers has them; the loss is that of its own rows."""
+        step = super().prediction_step
+        is_theirs = self._evaluated is None or is_overridden(self, Trainer, "prediction_step")
+        if is_theirs or (batch := self._evaluated.short_batch()) is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, _, _ = step(model, batch, True, ignore_keys)
+        _, logits, labels = (None,) * 3 if prediction_loss_only else step(model, inputs, False, ignore_keys)
+        return loss, logits, labels
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the autocast of the precision that was asked for."""

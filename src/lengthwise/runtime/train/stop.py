@@ -47,9 +47,18 @@ class StopRequest:
     waits for other ranks or a compiler. A second Ctrl-C ends it at once too, at any time.
     """
 
-    def __init__(self, file: Path, *, end_start: Callable[[StopCause], object] | None = None) -> None:
-        """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun."""
-        self._file, self._end_start = file, end_start
+    def __init__(
+        self,
+        file: Path,
+        *,
+        end_start: Callable[[StopCause], object] | None = None,
+        on_begin: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun.
+
+        ``on_begin``: called when they begin.
+        """
+        self._file, self._end_start, self._on_begin = file, end_start, on_begin
         self._is_received, self._has_begun = False, Event()
         self._is_launcher_gone: Callable[[], bool] = lambda: False
         if end_start is None:
@@ -90,6 +99,7 @@ class StopRequest:
     def begin_steps(self) -> None:
         """Note that steps begin: from now on the step in flight ends, and is saved, before the process stops."""
         self._has_begun.set()
+        self._on_begin()
 
     def close(self) -> None:
         """Leave signals to whoever had them before."""

@@ -1,0 +1,53 @@
+"""Evaluations by lengthwise.Trainer have the losses of one process on any number of ranks."""
+
+import logging
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from tests.session import evaluations
+
+EXACT = 1e-12
+SMOOTHED = 1e-6
+"""transformers adds smoothed losses in float32."""
+
+
+@pytest.mark.parametrize("kind", evaluations.KINDS)
+def test_an_evaluation_on_several_ranks_has_the_loss_of_transformers_on_one(kind, ranks, tmp_path):
+    tolerance = SMOOTHED if kind == "label smoothing" else EXACT
+    for rows_per_batch in (1, 2, 3):
+        stock = evaluations.evaluated(tmp_path, kind, rows_per_batch, stock=True)
+        assert stock["eval_loss"] > 0
+        for num_ranks in (1, 2, 3):
+            for metrics in ranks(num_ranks).run(evaluations.evaluated, tmp_path, kind, rows_per_batch):
+                words = f"{num_ranks} ranks, batches of {rows_per_batch}"
+                assert metrics == pytest.approx(stock, rel=tolerance), words
+
+
+WORSE = {"learning_rate": 100.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+"""A training whose evaluations become worse, so that the first is the best, and patience is spent."""
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ({"input_ids": [1, 2, 3, row], "labels": [1, 2, 3, row]} for row in range(4))
+
+
+@pytest.mark.parametrize("evaluated", ["as transformers", "by an override", "as a stream"])
+def test_a_resume_on_other_ranks_goes_on_with_the_best_loss_only_where_it_can_be_compared(
+    evaluated, ranks, tmp_path, caplog
+):
+    options = {"is_overridden": evaluated == "by an override", "data": Stream() if evaluated == "as a stream" else None}
+    [(_, best), _] = ranks(2).run(evaluations.best_of, tmp_path, WORSE, **options)
+    assert best[0] == 1
+    longer = WORSE | {"max_steps": 4, "gradient_accumulation_steps": 4}
+    longer |= {"restore_callback_states_from_checkpoint": True}
+    with caplog.at_level(logging.WARNING, "lengthwise"):
+        begun, _ = evaluations.best_of(tmp_path, longer, **options, resume=str(tmp_path / "checkpoint-3"))
+    [said] = [line for line in caplog.messages if "cannot be compared" in line] or [""]
+    if evaluated == "as transformers":
+        assert begun == (*best, 2) and not said
+    else:
+        assert begun == (0, None, 0)
+        assert "resumed on 1 ranks from a checkpoint of 2" in said and "begin anew" in said
+        assert ("eval_dataset is a stream" if evaluated == "as a stream" else "Own.prediction_step") in said
