@@ -164,6 +164,8 @@ def test_ranks_whose_launcher_is_killed_save_and_end(start):
     assert run.status() == ("crashed", 1), run.folder.read_json("status.json")["error"]
     assert "the process that started some ranks is gone" in run.folder.read_json("status.json")["error"]
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
+    wait_until(lambda: "error: the process that started some ranks is gone" in run.log.read_text())
+    assert "frame #0" not in run.log.read_text(), "a stack of torch, whose store is gone"
 
 
 def test_a_mistake_is_not_tried_again(start):

@@ -1,4 +1,4 @@
-"""Evaluations of a small model by transformers' Trainer and by ours, of ragged rows in batches, on any number of ranks."""
+"""Evaluations of a small model by transformers' Trainer and by ours, of ragged rows in batches, on any ranks."""
 
 import numpy as np
 import torch
@@ -7,7 +7,14 @@ from tests.session import trainers
 from tests.session.loops import as_started_by_torchrun
 
 ROWS = 7
-KINDS = ("the model's loss", "label smoothing", "compute_loss_func", "only losses", "a loss that masks no row", "trained")
+KINDS = (
+    "the model's loss",
+    "label smoothing",
+    "compute_loss_func",
+    "only losses",
+    "a loss that masks no row",
+    "trained",
+)
 """Of the losses of an evaluation."""
 
 
@@ -75,11 +82,13 @@ def evaluated(folder, kind, rows_per_batch, *, stock=False):
         trainer.train()
     metrics = trainer.evaluate()
     assert trainer.args.average_tokens_across_devices, "as it was"
-    return {name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_second", "_time", "epoch"))}
+    return {
+        name: value for name, value in metrics.items() if not name.endswith(("_runtime", "_second", "_time", "epoch"))
+    }
 
 
 def best_of(folder, options, *, is_overridden, data=None, resume=None):
-    """What an evaluation found best, how patient early stopping still is, and the rows of a trained trainer's folder."""
+    """The best step and loss before training, with the patience spent since; and the best step and loss after it."""
     import transformers
 
     import lengthwise as lw
@@ -94,8 +103,9 @@ def best_of(folder, options, *, is_overridden, data=None, resume=None):
 
     class Notes(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, **others):
-            [kept] = [one for one in trainer.callback_handler.callbacks if type(one).__name__ == "EarlyStoppingCallback"]
-            best.append((state.best_global_step, state.best_metric, kept.early_stopping_patience_counter))
+            callbacks = trainer.callback_handler.callbacks
+            stopping = next(callback for callback in callbacks if isinstance(callback, type(patience)))
+            best.append((state.best_global_step, state.best_metric, stopping.early_stopping_patience_counter))
 
     trainer = (Own if is_overridden else lw.Trainer)(
         model=trainers.gpt2(), args=trainers.arguments(folder, **options), train_dataset=trainers.dataset(),

@@ -96,8 +96,8 @@ def torchrun(
     """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine, again up to ``max_restarts`` times if one dies.
 
     One thread a rank unless OMP_NUM_THREADS says otherwise. Ranks listen on the loopback interface alone. The first
-    SIGTERM, SIGHUP or SIGINT calls ``on_stop`` with its number, by which the ranks are to end by themselves, however long their step
-    takes; a second SIGINT kills them. Without ``on_stop`` all ranks are killed at the first.
+    SIGTERM, SIGHUP or SIGINT calls ``on_stop`` with its number, by which the ranks are to end by themselves, however
+    long their step takes; a second SIGINT kills them. Without ``on_stop`` all ranks are killed at the first.
 
     Raises:
         InputError: torch is not installed, or there are more ranks than this machine may run.

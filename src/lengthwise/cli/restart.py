@@ -127,7 +127,8 @@ def report_error(folder: RunFolder, error: Exception) -> bool:
     if read_status(folder).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
         return False
     note_for_torchrun(words)
-    is_read = RUN_FOLDER_VARIABLE in os.environ  # the process that started the ranks reads the file and tells
+    has_launcher = os.environ.get(LAUNCHER_VARIABLE, str(os.getppid())) == str(os.getppid())
+    is_read = RUN_FOLDER_VARIABLE in os.environ and has_launcher  # which reads the file and tells
     try:
         write_status(folder, state, exit_code=exit_code, error=words, by_signal=getattr(error, "by_signal", False))
     except OSError:

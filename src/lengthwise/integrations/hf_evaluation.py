@@ -21,15 +21,19 @@ try:
 except ImportError as error:
     raise ImportError(f"lengthwise.Trainer needs accelerate ({error}): pip install 'lengthwise[hf]'") from error
 
+Prediction = tuple[Any, Any, Any]
 _log = logging.getLogger("lengthwise")
 
 
 class EvaluatedBatches:
     """The batches of an evaluation, each with the loss that one process has of it."""
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
-        """``loader``: of an evaluation by ``trainer``; what it does not deal in whole batches is left as it is."""
-        self._trainer, self._loader = trainer, loader
+    def __init__(self, trainer: Any, loader: Any, *, ours: type) -> None:
+        """``loader``: of an evaluation by ``trainer``; what it does not deal in whole batches is left as it is.
+
+        ``ours``: the class whose ``prediction_step`` has losses of whole batches; overrides have their own.
+        """
+        self._trainer, self._loader, self._ours = trainer, loader, ours
         dealt = getattr(loader, "batch_sampler", None)
         is_by_batch = isinstance(dealt, BatchSamplerShard) and not dealt.split_batches and dealt.batch_size
         self._dealt = dealt if is_by_batch else None
@@ -50,7 +54,23 @@ class EvaluatedBatches:
             if dealt is not None:
                 dealt.batch_sampler = batches
 
-    def short_batch(self) -> Any:
+    def predict(
+        self,
+        step: Callable[..., Prediction],
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Prediction:
+        """Loss, logits and labels of a batch by ``step``, which computes them; the loss is that of its own rows."""
+        batch = None if is_overridden(self._trainer, self._ours, "prediction_step") else self._short_batch()
+        if batch is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        loss, _, _ = step(model, batch, True, ignore_keys)
+        _, logits, labels = (None,) * 3 if prediction_loss_only else step(model, inputs, False, ignore_keys)
+        return loss, logits, labels
+
+    def _short_batch(self) -> Any:
         """What this rank evaluates now without the rows that fill it; None: nothing fills it, or it is all filling."""
         is_last = self._trainer.accelerator.gradient_state.end_of_dataloader
         if self._dealt is None or not is_last or len(self._latest) in (0, self._dealt.batch_size):
@@ -65,7 +85,7 @@ class EvaluatedBatches:
 
 
 class _Filled:
-    """The batches of a sampler, each told; the last is filled with its own rows, so that it is padded as without them."""
+    """The batches of a sampler, each told; the last is filled with its own rows, which make it no longer."""
 
     def __init__(self, batches: Any, tell: Callable[[int, list[Any]], None]) -> None:
         self._batches, self._tell = batches, tell

@@ -24,7 +24,14 @@ from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.config.setting_names import as_trainer_argument
 from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.integrations.hf_callback import TrainerCallback
-from lengthwise.integrations.hf_checkpoints import FOLDER, check_resumable, log_if_anew, log_if_done, num_ranks_of, resume_run
+from lengthwise.integrations.hf_checkpoints import (
+    FOLDER,
+    check_resumable,
+    log_if_anew,
+    log_if_done,
+    num_ranks_of,
+    resume_run,
+)
 from lengthwise.integrations.hf_control import act_in_turn, agree
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_evaluation import EvaluatedBatches, begin_best_anew
@@ -359,21 +366,14 @@ class Trainer(transformers.Trainer):
         """Evaluate as transformers does on one process, on the plain model."""
         if self.model not in self.accelerator._models:  # accelerate would wrap the forward; autocast is ours
             self.accelerator._models.append(self.model)
-        self._evaluated = EvaluatedBatches(self, dataloader)
+        self._evaluated = EvaluatedBatches(self, dataloader, ours=Trainer)
         with self._prepared_for_evaluation(), self._evaluated.as_on_one_process():
             return super().evaluation_loop(dataloader, *args, **options)
 
-    def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Loss, logits and labels of a batch as transformers has them; the loss is that of its own rows."""
+    def prediction_step(self, *args: Any, **options: Any) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch as transformers has them on one process."""
         step = super().prediction_step
-        is_theirs = self._evaluated is None or is_overridden(self, Trainer, "prediction_step")
-        if is_theirs or (batch := self._evaluated.short_batch()) is None:
-            return step(model, inputs, prediction_loss_only, ignore_keys)
-        loss, _, _ = step(model, batch, True, ignore_keys)
-        _, logits, labels = (None,) * 3 if prediction_loss_only else step(model, inputs, False, ignore_keys)
-        return loss, logits, labels
+        return step(*args, **options) if self._evaluated is None else self._evaluated.predict(step, *args, **options)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """Return the autocast of the precision that was asked for."""

@@ -212,3 +212,11 @@ def test_ranks_without_torchrun_hear_why_the_first_one_ended(tmp_path):
     first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
     assert "ValueError: my own mistake" in first
     assert "rank 0 failed: its program ended at" in second and "by ValueError: my own mistake" in second
+
+
+def test_a_rank_whose_torchrun_is_gone_asks_its_store_no_more(rank, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    orphan = rank(0)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    orphan._thread.join(10)
+    assert not orphan._thread.is_alive()

@@ -8,6 +8,7 @@ before. Questions go through the store by which the ranks met.
 
 import atexit
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from threading import Event, Thread
@@ -28,6 +29,8 @@ LINGER_S = 5.0
 MOST_TOLD = 8
 """Ranks whose place a message tells."""
 _ASKED = "asked"
+_KEPT_BY_TORCHRUN = "TORCHELASTIC_USE_AGENT_STORE"
+"""The variable by which torchrun says that its own process keeps the store."""
 
 Answers = Mapping[int, Mapping[str, Any]]
 
@@ -45,6 +48,7 @@ class Liveness:
         self._store = dist.PrefixStore("lengthwise/liveness", clone() if clone else store)
         self._rank, self._timeout_s = rank, timeout_s
         self._others = [other for other in range(size) if other != rank]
+        self._keeper = os.getppid() if os.environ.get(_KEPT_BY_TORCHRUN) == "True" else None
         self._is_over = Event()
         self._thread = Thread(target=self._answer_when_asked, name="liveness", daemon=True)
         self._thread.start()
@@ -113,6 +117,8 @@ class Liveness:
     def _answer_when_asked(self) -> None:
         try:
             while not self._is_over.wait(LOOK_EVERY_S):
+                if self._keeper not in (None, os.getppid()):  # torch prints its stack where a store is gone
+                    return
                 if self._store.check([_ASKED]):
                     if not self._store.check([_key(self._rank)]):  # else the main thread has answered
                         self._write(ACTIVITY.to_json())
