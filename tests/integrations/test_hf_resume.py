@@ -1,14 +1,17 @@
 """A run of lengthwise.Trainer goes on from its checkpoints with what its arguments say now."""
 
+import errno
 import json
 import logging
+import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 from tests.session import trainers
 from tests.session.test_prepare import assert_equal_weights
 from tests.session.trainer_hooks import SGD, rates
@@ -250,3 +253,23 @@ def test_a_second_training_of_one_trainer_says_if_the_optimizer_loses_its_state(
     assert ("train() again: the optimizer (adamw) begins anew" in caplog.text) == (optim == "adamw_torch")
     if optim == "sgd":  # keeps nothing
         assert_equal_weights(*weights)
+
+
+def test_a_checkpoint_that_cannot_be_written_names_the_one_to_go_on_from(tmp_path, monkeypatch):
+    """Each lies in a folder of its own, so that the folder that could not be written knows of no other."""
+    write, full = FileSystemWriter.write_data, []
+
+    def fills_the_disk(self, *args, **options):
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        full.append("after the first checkpoint")
+        return write(self, *args, **options)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fills_the_disk)
+    with pytest.raises(LengthwiseError, match=r"step 4 could not be written .*No space left on device") as refused:
+        train(tmp_path, LINEAR)
+    argument = f'resume_from_checkpoint="{tmp_path / "checkpoint-2"}"'
+    assert str(refused.value).endswith(f"complete ones are as they were. Once the cause is gone, go on with {argument}")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    with pytest.raises(LengthwiseError, match="no checkpoint is complete yet, so that there is nothing to go on from"):
+        train(tmp_path, LINEAR)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lengthwise.core.atomic_write import shown
@@ -10,6 +11,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.checkpoint_files import DamagedCheckpoint
+from lengthwise.runtime.state.saver import NotSavedError
 
 FOLDER = "lengthwise"
 """Of weights, optimizer and stream in a checkpoint; beside it lie the model and the state as transformers has them."""
@@ -21,7 +23,7 @@ _log = logging.getLogger("lengthwise")
 def check_resumable(folder: str) -> None:
     """Raise ``InputError`` unless a checkpoint has what a training by ``lengthwise.Trainer`` goes on from."""
     if not os.path.isdir(os.path.join(folder, FOLDER)):
-        argument = _intact_beside(folder)
+        argument = _newest_beside(folder, _is_intact)
         way_out = "" if argument is None else f", or go on with {argument}"
         if not os.path.isdir(folder):
             raise InputError(f"there is no folder {folder} to resume from{way_out or '; train anew'}")
@@ -50,6 +52,22 @@ def resume_run(run: Run, folder: str, *, step: int) -> None:
         )
 
 
+def save_run(run: Run, folder: str) -> None:
+    """Save ``run`` in the checkpoint in ``folder``; every rank calls this.
+
+    Raises:
+        LengthwiseError: it could not be written, with the newest one beside it.
+    """
+    try:
+        run.save(os.path.join(folder, FOLDER), keep=1)
+    except NotSavedError as error:
+        argument = _newest_beside(folder, _is_complete)
+        safe = "no checkpoint is complete yet, so that there is nothing to go on from"
+        if argument is not None:
+            safe = f"complete ones are as they were. Once the cause is gone, go on with {argument}"
+        raise NotSavedError(error.problem, safe=safe, advice=error.advice) from error.__cause__
+
+
 def num_ranks_of(folder: str) -> int:
     """How many ranks saved the checkpoint in ``folder``."""
     return int(checkpoint.read_state(checkpoint.latest(Path(folder) / FOLDER))["num_ranks"])
@@ -75,27 +93,36 @@ def log_if_anew(run: Run) -> None:
 
 
 def _way_out(folder: str) -> str:
-    argument = _intact_beside(folder)
+    argument = _newest_beside(folder, _is_intact)
     if argument is None:
         return f"no other {_PREFIX}N that can be resumed from lies beside it: train anew"
     return f"go on from the newest intact checkpoint beside it: {argument}"
 
 
-def _intact_beside(folder: str) -> str | None:
-    """The argument that resumes from the newest intact checkpoint beside ``folder``, or in it; None: there is none."""
+def _newest_beside(folder: str, is_good: Callable[[Path], bool]) -> str | None:
+    """The argument that resumes from the newest good checkpoint beside ``folder``, or in it; None: there is none."""
     damaged = Path(folder)
     others = [path for path in damaged.parent.glob(f"{_PREFIX}*") if path.name != damaged.name]
     others += damaged.glob(f"{_PREFIX}*")  # that of all checkpoints was given
     numbered = [path for path in others if path.name.removeprefix(_PREFIX).isdigit()]
     for path in sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True):
-        if _is_intact(path):
+        if is_good(path):
             return f'resume_from_checkpoint="{path}"'
     return None
 
 
 def _is_intact(path: Path) -> bool:
+    """Whether a checkpoint has all that was saved; every byte is read."""
     try:
         checkpoint.verify(checkpoint.latest(path / FOLDER))
+    except (InputError, OSError):
+        return False
+    return not _state_problem(path)
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        checkpoint.latest(path / FOLDER)
     except (InputError, OSError):
         return False
     return not _state_problem(path)

@@ -31,6 +31,7 @@ from lengthwise.integrations.hf_checkpoints import (
     log_if_done,
     num_ranks_of,
     resume_run,
+    save_run,
 )
 from lengthwise.integrations.hf_control import act_in_turn, agree
 from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
@@ -390,7 +391,7 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.run is not None, "checkpoints are of a training"
-        self.run.save(os.path.join(output_dir, FOLDER), keep=1)
+        save_run(self.run, output_dir)
         if self.args.should_save:
             self._schedule.save(output_dir)
             self._losses.save(os.path.join(output_dir, FOLDER))

@@ -172,7 +172,7 @@ def test_a_file_of_a_checkpoint_that_stops_growing_at_any_byte_is_refused_as_wha
     told = ranks(1).run(_limit_files, str(tmp_path / "checkpoints"))[0]
     assert len(told) == 6
     for num_bytes, error, cause, words in told:
-        assert (error, cause) == ("LengthwiseError", "OSError"), (num_bytes, words)
+        assert (error, cause) == ("NotSavedError", "OSError"), (num_bytes, words)
         assert "step 3 could not be written" in words and "File too large" in words, (num_bytes, words)
         assert "the newest is step_00000002" in words and "Traceback" not in words, (num_bytes, words)
 

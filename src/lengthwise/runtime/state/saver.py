@@ -88,6 +88,19 @@ class _Writer(dcp.FileSystemWriter):
             raise full_disk_behind(error) or error from None
 
 
+class NotSavedError(LengthwiseError):
+    """A checkpoint that was not made: why, what is safe, and what to do before going on.
+
+    Attributes:
+        problem: why.
+        advice: what to do.
+    """
+
+    def __init__(self, problem: str, *, safe: str, advice: str = "") -> None:
+        super().__init__(f"{problem}; {safe}{advice}")
+        self.problem, self.advice = problem, advice
+
+
 class CheckpointSaver:
     """Writes checkpoints in a background thread; every rank has one and makes the same calls at the same step."""
 
@@ -158,9 +171,9 @@ class CheckpointSaver:
             cause, why = _reason(error)
             if is_lost(cause):  # no file is to blame
                 raise explained(f"the checkpoint of step {self.step}", cause) from cause
-            raise LengthwiseError(
-                f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why}); "
-                f"{files.outlook(self._folder, is_of_run=not self._makes_parents)}"
+            raise NotSavedError(
+                f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why})",
+                safe=files.outlook(self._folder, is_of_run=not self._makes_parents),
             ) from cause
 
     def close(self) -> None:
@@ -225,9 +238,11 @@ def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: in
     wrong = next((name for name, content in shares.items() if _is_broken(name, content)), None)
     for rank, name in enumerate(group.gather(wrong)):
         if name is not None:
-            raise LengthwiseError(
+            raise NotSavedError(
                 f"the weights after step {step} are not finite ({name} on rank {rank}), so no checkpoint was made of "
-                f"them; {safe}. Lower {Setting.LR} or set {Setting.CLIP_NORM} before going on"
+                "them",
+                safe=safe,
+                advice=f". Lower {Setting.LR} or set {Setting.CLIP_NORM} before going on",
             )
 
 
