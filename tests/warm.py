@@ -34,6 +34,7 @@ PRELOADED = [
     "lengthwise.plan.policies",
     "lengthwise.runtime.models.hf_folder",
     "lengthwise.runtime.train.trainer",
+    "tests.short_profiles",
     "tests.frozen",
 ]
 POLL_S = 0.01

@@ -41,7 +41,7 @@ def test_a_mixture_stopped_on_two_ranks_goes_on_with_one_as_if_it_had_never_stop
         json.dumps(
             {
                 "data": {
-                    "mixture": mixture, "max_length": 600, "over_length": "split", "tokens_per_step": 6000,
+                    "mixture": mixture, "max_length": 600, "over_length": "split", "tokens_per_step": 3000,
                     "order": "curriculum", "pacing": "linear",
                 },
                 "optim": {"schedule": "constant"},

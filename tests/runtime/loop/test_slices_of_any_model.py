@@ -74,6 +74,8 @@ QUICK = {
     ("gpt2", "three stages"),
     ("qwen3", "three ranks"),
 }
+COMPARED = {("llama", "one"), ("gpt2", "three stages")}
+"""Those of which slices and stages are compared before the step too; of other families and groups they are in deep runs."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,8 @@ QUICK = {
 )
 def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, which):
     size = 1 + max(rank for group in GROUPS[which] for rank in group.ranks)
-    for found in ranks(size).run(step_on_ranks, CASES[name], GROUPS[which]):
+    compared = (name, which) not in QUICK - COMPARED
+    for found in ranks(size).run(step_on_ranks, CASES[name], GROUPS[which], compares_stages=compared):
         assert_exact(CASES[name], found, name)
 
 
@@ -94,7 +97,9 @@ def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks):
     case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
     ((loss,), changes) = ranks(1).run(step_on_ranks, case, (FEW,))[0]
     for groups in (TWO, SPLIT_HEADS):
-        for (sliced_loss,), sliced in ranks(2 + (groups is SPLIT_HEADS)).run(step_on_ranks, case, groups):
+        for (sliced_loss,), sliced in ranks(2 + (groups is SPLIT_HEADS)).run(
+            step_on_ranks, case, groups, compares_stages=False
+        ):
             assert sliced_loss == pytest.approx(loss, abs=EXACT)
             for name, change in changes.items():
                 torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)

@@ -63,7 +63,7 @@ def test_every_family_in_stages_trains_as_its_own_loop_does(ranks, name, groups)
 def test_dropout_drops_the_same_in_stages_as_in_one(ranks):
     case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
     ((loss,), changes) = ranks(1).run(step_on_ranks, case, (FEW,))[0]
-    for (staged_loss,), staged in ranks(3).run(step_on_ranks, case, THREE):
+    for (staged_loss,), staged in ranks(3).run(step_on_ranks, case, THREE, compares_stages=False):
         assert staged_loss == pytest.approx(loss, abs=EXACT)
         for name, change in changes.items():
             torch.testing.assert_close(staged[name], change, rtol=0, atol=EXACT)

@@ -39,6 +39,22 @@ KEPT = 0.02
 """Relative: rows of log-sum-exps and norms beside the rest, and tokens that ranks do not share evenly."""
 
 
+ON_RANKS = pytest.mark.parametrize(
+    ("num_ranks", "in_turn"),
+    [(1, False), (3, True), *(pytest.param(n, False, marks=pytest.mark.deep) for n in (2, 3))],
+)
+"""``in_turn``: whether each method meets one of several rungs, or all of them."""
+
+
+def cases_of(names, rungs, in_turn):
+    """Families and methods, every method with one family, and the rungs of each."""
+    for number, name in enumerate(names):
+        methods = able((*SHARDED, *WHOLE), LADDER_FAMILIES[name], whole_group().size)
+        methods = methods[:1] if whole_group().size == 1 else methods[number :: len(names)]
+        for place, method in enumerate(methods, number):
+            yield LADDER_FAMILIES[name], method, [rungs[place % len(rungs)]] if in_turn else rungs
+
+
 def assert_equal(these, others):
     assert torch.equal(these[0], others[0])
     for name, gradient in these[1].items():
@@ -48,24 +64,28 @@ def assert_equal(these, others):
 # ---- offload
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
-def test_offloaded_layers_give_the_same_gradients_bit_for_bit(ranks, num_ranks):
-    ranks(num_ranks).run(check_offload, list(LADDER_FAMILIES))
+@ON_RANKS
+def test_offloaded_layers_give_the_same_gradients_bit_for_bit(ranks, num_ranks, in_turn):
+    ranks(num_ranks).run(check_offload, list(LADDER_FAMILIES), in_turn)
 
 
-def check_offload(names):
-    for number, name in enumerate(names):
-        spec = LADDER_FAMILIES[name]
-        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
-            methods, recompute = (method,) * spec.num_layers, (False, True)
-            expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
-            for offload in (True, (True, False)):
-                assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, offload=offload), expected)
+def check_offload(names, in_turn):
+    for spec, method, offloads in cases_of(names, (True, (True, False)), in_turn):
+        methods, recompute = (method,) * spec.num_layers, (False, True)
+        expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
+        for offload in offloads:
+            assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, offload=offload), expected)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
+@pytest.mark.parametrize(
+    ("method", "num_ranks"),
+    [
+        *((method, 3) for method in (*SHARDED, *WHOLE)),
+        # One rank computes the same by all that share its weights, or do not.
+        *((methods[0], 1) for methods in (SHARDED, WHOLE)),
+        *(pytest.param(method, 1, marks=pytest.mark.deep) for method in (*SHARDED[1:], *WHOLE[1:])),
+    ],
+)
 def test_an_offloaded_layer_leaves_nothing_on_the_device_and_its_closed_form_on_the_host(ranks, method, num_ranks):
     spec = LADDER_FAMILIES["llama"]
     volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
@@ -153,25 +173,22 @@ def test_a_host_without_room_is_an_error_of_memory_with_a_way_out():
 # ---- selective recompute
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
-def test_layers_that_keep_attention_give_the_gradients_of_recomputed_ones_bit_for_bit(ranks, num_ranks):
-    ranks(num_ranks).run(check_kept_attention, list(LADDER_FAMILIES))
+@ON_RANKS
+def test_layers_that_keep_attention_give_the_gradients_of_recomputed_ones_bit_for_bit(ranks, num_ranks, in_turn):
+    ranks(num_ranks).run(check_kept_attention, list(LADDER_FAMILIES), in_turn)
 
 
-def check_kept_attention(names):
-    for number, name in enumerate(names):
-        spec = LADDER_FAMILIES[name]
-        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
-            methods, recompute = (method,) * spec.num_layers, (True, number % 2 == 0)
-            expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
-            for rungs in ({}, {"offload": True}):
-                assert_equal(
-                    on_ranks(spec, RAGGED, methods, recompute=recompute, keep_attention=True, **rungs), expected
-                )
-            rungs = {"tile_tokens": 3, "head_groups": 2 if method in HEAD_GROUP_METHODS else 1}
-            expected = on_ranks(spec, RAGGED, methods, recompute=recompute, **rungs)
-            assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, keep_attention=True, **rungs), expected)
+KEEPING = ({}, {"offload": True}, {"tile_tokens": 3, "head_groups": 2})
+
+
+def check_kept_attention(names, in_turn):
+    for number, (spec, method, rungs) in enumerate(cases_of(names, KEEPING, in_turn)):
+        for rung in rungs:
+            options = {**rung, "methods": (method,) * spec.num_layers, "recompute": (True, number % 2 == 0)}
+            if method not in HEAD_GROUP_METHODS:
+                options.pop("head_groups", None)
+            expected = on_ranks(spec, RAGGED, **options | {"offload": False})
+            assert_equal(on_ranks(spec, RAGGED, keep_attention=True, **options), expected)
 
 
 @pytest.mark.parametrize("method", [Method.DENSE, Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.METP])
@@ -202,22 +219,22 @@ EXACT = 1e-12
 """float64, relative to the largest entry: sums over tiles come in another order."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
-def test_tiles_give_the_gradients_of_all_tokens_at_once(ranks, num_ranks):
-    ranks(num_ranks).run(check_tiles, list(LADDER_FAMILIES))
+@ON_RANKS
+def test_tiles_give_the_gradients_of_all_tokens_at_once(ranks, num_ranks, in_turn):
+    ranks(num_ranks).run(check_tiles, list(LADDER_FAMILIES), in_turn)
 
 
-def check_tiles(names):
-    for number, name in enumerate(names):
-        spec = LADDER_FAMILIES[name]
-        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
-        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: len(names)]:
-            methods, flags = (method,) * spec.num_layers, (False, True)
-            expected = on_ranks(spec, RAGGED, methods)
-            for planned in ({"recompute": flags}, {"offload": True, "recompute": flags[::-1]}):
-                loss, gradients = on_ranks(spec, RAGGED, methods, tile_tokens=3, **planned)
-                assert_same(loss, expected[0], tolerance=EXACT)
-                assert_same(gradients, expected[1], tolerance=EXACT)
+IN_TILES = ({"recompute": (False, True)}, {"offload": True, "recompute": (True, False)})
+
+
+def check_tiles(names, in_turn):
+    for spec, method, rungs in cases_of(names, IN_TILES, in_turn):
+        methods = (method,) * spec.num_layers
+        expected = on_ranks(spec, RAGGED, methods)
+        for planned in rungs:
+            loss, gradients = on_ranks(spec, RAGGED, methods, tile_tokens=3, **planned)
+            assert_same(loss, expected[0], tolerance=EXACT)
+            assert_same(gradients, expected[1], tolerance=EXACT)
 
 
 @pytest.mark.parametrize("method", [Method.DENSE, Method.RING, Method.ULYSSES_Z, Method.MEGATRON_TS])

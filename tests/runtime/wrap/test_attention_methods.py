@@ -156,12 +156,12 @@ def check_script(shard, issued, recompute):
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 def test_any_attention_is_exact_under_every_method(ranks, num_ranks):
-    ranks(num_ranks).run(check_draws, range(12))
+    ranks(num_ranks).run(check_draws, range(9))
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
 def test_any_attention_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
-    ranks(num_ranks).run(check_kernels, range(50, 62))
+    ranks(num_ranks).run(check_kernels, range(50, 58))
 
 
 def stand_in_for_wide_queries(method):
@@ -190,7 +190,7 @@ def test_ranks_exchange_the_dtype_of_autocast_which_one_that_stands_in_knows(ran
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 def test_attention_along_prefix_trees_is_that_of_each_path(ranks, num_ranks):
-    ranks(num_ranks).run(check_draws, range(70, 82), has_trees=True, causal=True, dropout=0.0, mask=None)
+    ranks(num_ranks).run(check_draws, range(70, 78), has_trees=True, causal=True, dropout=0.0, mask=None)
 
 
 @pytest.mark.deep
