@@ -134,6 +134,11 @@ def with_check(function: Any, *arguments: Any, **options: Any) -> Any:
 
 
 COMPARES: list[bool] = []
+COMPARISONS = (
+    ("prepare", "check_exact"), ("prepare", "check_stages"), ("stage_limit", "check_stages"),
+    ("zero_bubble_costs", "check_stages"), ("slice_costs", "check_stages"),
+)  # fmt: skip
+"""Modules of ``lengthwise.session`` and what they compare with."""
 
 
 def _compare_where_asked() -> None:
@@ -141,9 +146,9 @@ def _compare_where_asked() -> None:
 
     It is most of its time. What tests train on ranks they compare with a loop of their own.
     """
-    prepare = import_module("lengthwise.session.prepare")
-    for name in ("check_exact", "check_stages"):
-        setattr(prepare, name, partial(where_asked, getattr(prepare, name)))
+    for place, name in COMPARISONS:
+        module = import_module(f"lengthwise.session.{place}")
+        setattr(module, name, partial(where_asked, getattr(module, name)))
 
 
 def _learn_labels_once() -> None:

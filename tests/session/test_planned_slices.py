@@ -18,6 +18,7 @@ from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.session.stock_planning import StockLayers, stock_planner
 from tests.cost.profiled.test_dual_layer import PACKS, row, table
 from tests.plan.costs import SimpleCost
+from tests.runtime.harness import with_check
 from tests.runtime.loop.runs import in_double
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
@@ -110,7 +111,7 @@ def train(family, options):
 )
 def test_planned_slices_train_what_one_device_trains(ranks, family, num_ranks):
     expected_losses, expected = loop_alone(family)
-    for losses, weights, seen in ranks(num_ranks).run(train, family, SLICED | {"slices": "auto"}):
+    for losses, weights, seen in ranks(num_ranks).run(with_check, train, family, SLICED | {"slices": "auto"}):
         assert any(slices > 1 for _, slices in seen) and all(stages > 1 for stages, slices in seen if slices)
         np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
         assert_equal_weights(weights, expected)

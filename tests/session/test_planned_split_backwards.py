@@ -15,6 +15,7 @@ from lengthwise.core.specs import cluster_preset
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.session.stock_planning import StockLayers, stock_planner
 from tests.cost.profiled.test_dual_layer import PACKS, row, table
+from tests.runtime.harness import with_check
 from tests.runtime.loop.runs import in_double
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, noted_schemes, step_through, weights_of
@@ -86,7 +87,7 @@ def train(family, options):
 )
 def test_planned_split_backwards_train_what_one_device_trains(ranks, family, num_ranks):
     expected_losses, expected = loop_alone(family)
-    for losses, weights, schemes in ranks(num_ranks).run(train, family, STAGED | {"zero_bubble": "all"}):
+    for losses, weights, schemes in ranks(num_ranks).run(with_check, train, family, STAGED | {"zero_bubble": "all"}):
         assert schemes and all(splits for stages, splits in schemes if stages > 1)
         np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
         assert_equal_weights(weights, expected)

@@ -46,7 +46,9 @@ def sparse_gpt():
     return model
 
 
-@pytest.mark.parametrize(("num_ranks", "make"), [(2, sparse_gpt), (3, models.gpt), pytest.param(4, models.gpt, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    ("num_ranks", "make"), [(2, sparse_gpt), (3, models.gpt), pytest.param(4, models.gpt, marks=pytest.mark.deep)]
+)
 def test_shares_of_gradients_train_what_one_device_trains(ranks, alone, num_ranks, make):
     """With clipping by the norm of all gradients, which has a part on every rank."""
     for losses, degrees, weights, sizes, num_kept in ranks(num_ranks).run(train_sharded, make, SHARDED):

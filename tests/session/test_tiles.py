@@ -40,7 +40,7 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_tiles_change_no_gradient(ranks, num_ranks):
     tight = {"cost": SimpleCost(capacity=100 if num_ranks == 1 else 34)}
     whole = train([{"model": "adapted", "cost": SimpleCost(capacity=100)}, {"cost": SimpleCost(capacity=100)}])

@@ -75,7 +75,7 @@ QUICK = {
     ("qwen3", "three ranks"),
 }
 COMPARED = {("llama", "one"), ("gpt2", "three stages")}
-"""Those of which slices and stages are compared before the step too; of other families and groups they are in deep runs."""
+"""Those of which slices and stages are compared before the step too. Other families and groups are in deep runs."""
 
 
 @pytest.mark.parametrize(

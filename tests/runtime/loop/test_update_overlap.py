@@ -52,7 +52,9 @@ def steps_of(groups, *, by_layer, overlaps, reads_early=False):
         mock.patch("tests.runtime.loop.runs.DENSE", adamw),
         mock.patch.object(UpdateOverlap, "_push", counted),
     ):
-        run = prepared(CASES["llama"], groups, local_world(), num_steps=NUM_STEPS, by_layer=by_layer, compares_stages=False)
+        run = prepared(
+            CASES["llama"], groups, local_world(), num_steps=NUM_STEPS, by_layer=by_layer, compares_stages=False
+        )
         run.lr, run.clip_norm = (lambda step: 0.02), 0.05
         if not overlaps:
             run.begin_update = run.state.clear_gradient

@@ -46,16 +46,26 @@ def test_a_profile_has_a_row_per_pack_and_fits(ranks):
 
 
 SHARED = [(2, Method.ULYSSES), (2, Method.RING), (2, Method.MEGATRON_TS)]
+MEASURED = [*SHARED, (2, Method.METP)]
+"""Those, and one that plans have only where it is asked for."""
 
 
-def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_them(ranks):
-    for table, calls in ranks(2).run(_profile, recompute=False, shared=SHARED):
-        assert [(part.degree, part.method) for part in table.shared] == SHARED
+@pytest.fixture(scope="module")
+def measured(ranks):
+    """Of two ranks: the profile of what they compute alone and share by several methods, and how often they did."""
+    return ranks(2).run(_profile, recompute=False, shared=MEASURED)
+
+
+def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_them(measured):
+    for table, calls in measured:
+        assert [(part.degree, part.method) for part in table.shared] == MEASURED
         assert all([row.lengths for row in part.rows] == ladder(128, 128) for part in table.shared)
-        assert calls == num_measurements(ladder(128, 128), 2, num_shared=3)
+        assert calls == num_measurements(ladder(128, 128), 2, num_shared=len(MEASURED))
         alone, *shares = (max(row.kept_bytes for row in rows) for rows in (table.rows, *(p.rows for p in table.shared)))
         assert max(shares[:2]) < 0.8 * alone, "each rank keeps its share of the tokens"
-        assert [part.update_s is None for part in table.shared] == [True, True, False], "sharded weights move otherwise"
+        assert [part.update_s is None for part in table.shared] == [True, True, False, False], (
+            "sharded weights move otherwise"
+        )
         assert table.links.within is None and table.links.across.bytes_per_s > 1e6
         cost = FittedCost(
             tables_by_scheme(table, num_layers=SPEC.num_layers), model=SPEC, cluster=cluster_preset("2xcpu")
@@ -72,9 +82,8 @@ def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_t
         Planner(policy="auto", problem=problem)(batch).check_covers(batch)
 
 
-def test_both_parts_of_a_layer_are_measured_under_every_method(ranks):
-    shared = [(2, Method.ULYSSES), (2, Method.METP)]
-    for table, _ in ranks(2).run(_profile, recompute=False, shared=shared):
+def test_both_parts_of_a_layer_are_measured_under_every_method(measured):
+    for table, _ in measured:
         for rows in (table.rows, *(part.rows for part in table.shared)):
             for row in rows:
                 parts = row.parts

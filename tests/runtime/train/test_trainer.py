@@ -72,6 +72,13 @@ def run_whole(path: str, **settings) -> dict[str, torch.Tensor]:
     return master_weights(trainer.state)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory) -> tuple[str, dict[str, torch.Tensor]]:
+    """The folder and the last weights of a run of two ranks that nothing happens to."""
+    path = str(tmp_path_factory.mktemp("undisturbed"))
+    return path, ranks(2).run(run_whole, path)[0]
+
+
 def run_until_stopped(path: str, stop_after: int, **settings) -> None:
     trainer = make_trainer(path, callbacks=[Stop(stop_after)], **settings)
     with pytest.raises(Preempted, match=r"saved\. Go on with"):
@@ -107,9 +114,10 @@ def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:
     ("stop_after", "is_async"),
     [(1, True), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((5, False), (1, False), (5, True)))],
 )
-def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(ranks, tmp_path, stop_after, is_async):
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    expected = ranks(2).run(run_whole, whole)[0]
+def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(
+    ranks, undisturbed, tmp_path, stop_after, is_async
+):
+    (whole, expected), parts = undisturbed, str(tmp_path)
     ranks(2).run(run_until_stopped, parts, stop_after, checkpoint_async=is_async)
     for found in ranks(2).run(run_on, parts, stop_after, checkpoint_async=is_async):
         for name, weight in expected.items():
@@ -129,9 +137,13 @@ def column_of(path: str, name: str) -> list:
         *(pytest.param(*p, marks=pytest.mark.deep) for p in (("adafactor", 3, 1), ("adamw", 1, 4), ("sgd", 3, 2))),
     ],
 )
-def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(ranks, tmp_path, optimizer, before, after):
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    expected = ranks(before).run(run_whole, whole, optimizer=optimizer)[0]
+def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(
+    ranks, undisturbed, tmp_path, optimizer, before, after
+):
+    (whole, expected), parts = undisturbed, str(tmp_path / "parts")
+    if (optimizer, before) != ("adamw", 2):
+        whole = str(tmp_path / "whole")
+        expected = ranks(before).run(run_whole, whole, optimizer=optimizer)[0]
     ranks(before).run(run_until_stopped, parts, 4, optimizer=optimizer)
     for found in ranks(after).run(run_on, parts, 4, optimizer=optimizer):
         for name, weight in expected.items():
@@ -154,8 +166,8 @@ def run_without_room(path: str) -> tuple[dict[str, torch.Tensor], list[int]]:
     return master_weights(trainer.state), planned
 
 
-def test_a_step_that_does_not_fit_is_planned_again_on_the_same_batch(ranks, tmp_path):
-    expected = ranks(2).run(run_whole, str(tmp_path / "whole"))[0]
+def test_a_step_that_does_not_fit_is_planned_again_on_the_same_batch(ranks, undisturbed, tmp_path):
+    _, expected = undisturbed
     weights, planned = ranks(2).run(run_without_room, str(tmp_path / "again"))[0]
     assert planned == [0, 1, 2, 2, 3, 4, 5, 6, 7]
     assert all(torch.equal(weight, weights[name]) for name, weight in expected.items())
@@ -216,9 +228,8 @@ def _saves_until_stopped(path):
     return begun
 
 
-def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp_path):
-    ranks(2).run(run_whole, str(tmp_path))
-    folder = RunFolder(tmp_path)
+def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(undisturbed):
+    folder = RunFolder(Path(undisturbed[0]))
     plans, timelines, rows = folder.read_plans(), folder.read_timelines(), folder.read_metrics()
     assert sorted(plans) == sorted(timelines) == [row["step"] for row in rows] == list(range(8))
     for row in rows:
@@ -254,11 +265,10 @@ def test_records_that_a_kill_cut_off_in_a_line_are_mended_when_the_run_goes_on(r
         assert [row["step"] if isinstance(row, dict) else row for row in steps] == [0, 1, 2, 3, 5, 6, 7]
 
 
-def test_the_newest_checkpoints_are_kept_and_the_others_removed(ranks, tmp_path):
-    ranks(2).run(run_whole, str(tmp_path))
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == ["latest", "step_00000006", "step_00000008"]
-    assert checkpoint.latest(tmp_path / "checkpoints").name == "step_00000008"
+def test_the_newest_checkpoints_are_kept_and_the_others_removed(undisturbed):
+    checkpoints = Path(undisturbed[0]) / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000006", "step_00000008"]
+    assert checkpoint.latest(checkpoints).name == "step_00000008"
 
 
 def test_a_checkpoint_of_other_data_is_refused(ranks, tmp_path):
