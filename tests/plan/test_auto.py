@@ -342,7 +342,7 @@ class Noting:
 def test_where_training_waits_other_policies_are_tried_only_for_a_gain_worth_their_time(scale, is_worth):
     """The same steps in milliseconds and in seconds, further from their bound than what is always enough."""
     cost = WithoutUpdates(a_s=1e-4 * scale, b_s=1e-2 * scale, c_s=0.5 * scale)
-    lengths, other = [90, 80, 45, 30], Noting()
+    lengths, other = [80, 80, 80, 80], Noting()
     problem = replace(make_problem(cost, num_devices=3, stages=(1,), samples=[lengths]), is_waited_for=True)
     policy = auto.prepare(problem)
     policy.others = {"other": other}

@@ -56,7 +56,7 @@ ENOUGH = 0.01
 """Gap to the bound at which no more is searched; where training waits for the plan, nothing more is tried."""
 SEARCH_S, SEQUENCE_S, DEVICE_S = 0.06, 2e-4, 1e-4
 """About so many seconds a search for a step alone takes: for a pool, and for each sequence and device."""
-SEARCH_SHARE, WAITED_SHARE = 1.0, 0.1
+SEARCH_SHARE, WAITED_SHARE = 1.1, 0.1
 """The share that searching may take of the seconds that the bound leaves to gain, and where training waits for it."""
 PLANS_A_PART = 6
 """About so many strategies are planned in the time in which a part of the search space is searched."""

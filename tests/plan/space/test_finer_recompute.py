@@ -9,7 +9,8 @@ from lengthwise.core.pipeline_config import spread
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.bounds import search_space_bound
-from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.bounds.step_sequences import TOLERANCE
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.finer_recompute import between, next_fewer
 from lengthwise.plan.space.memory_ladder import OffloadMode
