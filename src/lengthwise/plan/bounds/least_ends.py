@@ -26,7 +26,7 @@ from lengthwise.core.pass_order import PassKind, issue_order
 FORWARDS = (3.0, 3.0), (3.0, 3.125), (3.125, 3.5), (3.0, 3.5), (3.5, 4.0), (3.0, 4.0)
 """How many times its forward's seconds a micro-batch takes: at least, and at most."""
 STAGES = tuple(range(2, 9))
-WEIGHTS = (0.0, 0.12, 0.18, 0.22, 0.25, 0.28, 0.31, 1 / 3)
+WEIGHTS = (0.0, 0.06, 0.12, 0.18, 0.22, 0.25, 0.26, 0.27, 0.28, 0.29, 0.3, 0.31, 0.32, 1 / 3)
 """The share of a micro-batch's seconds that gradients of weights take at most where these may wait."""
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Micro-batches. Of a number in between, no sizes end sooner than of the next one."""

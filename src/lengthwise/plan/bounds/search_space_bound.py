@@ -37,7 +37,8 @@ If others bear only 1 / M(n) of a slice for each token, which is no more, the lo
 bear none, all of it. T is refuted if it is under any of these rules.
 
 Where plans may recompute any number of layers between those of two candidates, these are in the bound, too: they are
-taken to be no faster than both candidates, and cost what they cost at the lengths that only they hold.
+taken to be as fast as the one of them that recomputes fewest, and cost what they cost at the lengths that only they
+hold.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ import numpy as np
 from lengthwise.plan.bounds.micro_batch_room import MARGIN, MicroBatchRoom
 from lengthwise.plan.bounds.step_sequences import SequenceCosts, StepSequences
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.finer_recompute import between, halfway, next_fewer
+from lengthwise.plan.space.finer_recompute import between, halfway, next_fewer, one_more
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 EXACT_TO = 512
@@ -95,15 +96,13 @@ class SearchSpaceBound:
         self._devices = np.array([group.num_devices for group in groups])
         is_late = [in_any_order and group.num_stages > 1 and group.slices == 1 for group in groups]
         self._shares = np.where(is_late, 0.0, BACKWARD_SHARE)
-        fastest = [
-            list({**dict.fromkeys(members), **dict.fromkeys(fewer_by_more[c] for c in members if c in fewer_by_more)})
-            for members in groups.values()
-        ]
+        leanest = {more: one_more(fewer, more) for more, fewer in fewer_by_more.items()}
+        every = [[k for c in members for k in (c, leanest.get(c)) if k] for members in groups.values()]
         later, has_overhead = (
-            [min(map(self._bounding_stages, cs)) - 1.0 for cs in fastest],
+            [min(map(self._bounding_stages, ks)) - 1.0 for ks in every],
             not problem.overhead_per_sequence,
         )
-        self._room = MicroBatchRoom.of(fastest, later, has_overhead=has_overhead)
+        self._room = MicroBatchRoom.of(every, later, has_overhead=has_overhead)
         shape = len(groups), len(self._grid)
         self._tables = SequenceCosts(*(np.full(shape, np.inf) for _ in SequenceCosts._fields))
         for row, members in enumerate(groups.values()):
@@ -177,13 +176,16 @@ class SearchSpaceBound:
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
         """Candidates that recompute more layers than one and fewer than the other.
 
-        They are looked at where nothing in the tables is as fast as if they recomputed as few layers as ``fewer``: the
-        one in the middle, and then each half.
+        They are looked at where nothing in the tables is as fast as if they all recomputed but one layer more than
+        ``fewer``: the one in the middle, and then each half.
         """
+        leanest = one_more(fewer, more)
+        if leanest is None:
+            return
         beyond = self._columns(fewer.max_tokens, more.max_tokens)
-        costs = self._costs(fewer, beyond, more)
+        costs = self._costs(leanest, beyond, more)
         if all((table[row, beyond] <= values).all() for table, values in zip(self._tables, costs)):
-            self._add(fewer, row, self._columns(0, fewer.max_tokens), roomiest=more)
+            self._add(leanest, row, self._columns(0, fewer.max_tokens), roomiest=more)
             return
         middle = halfway(fewer, more)
         for candidate in between(fewer, more) if middle is None else (middle,):

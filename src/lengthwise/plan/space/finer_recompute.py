@@ -51,6 +51,21 @@ def between(fewer: Candidate, more: Candidate) -> tuple[Candidate, ...]:
     return tuple(finer)
 
 
+def one_more(fewer: Candidate, more: Candidate) -> Candidate | None:
+    """The candidate that recomputes one layer more than one and fewer than the other; None where there is none.
+
+    All that are between the two recompute as many layers at least.
+    """
+    num_layers = fewer.scheme.num_recomputed + 1
+    if num_layers == more.scheme.num_recomputed:
+        return None
+    candidate = more.recomputing(num_layers)
+    try:
+        return candidate if candidate.max_tokens else None
+    except InputError:
+        return None
+
+
 def halfway(fewer: Candidate, more: Candidate) -> Candidate | None:
     """The candidate that recomputes about as many layers more than one as fewer than the other, with room in between.
 
