@@ -28,6 +28,8 @@ from lengthwise.plan.space.candidate import Candidate, lengths_up_to
 
 NUMBERS = *COUNTS, 40, 48, 64, 96, 128, 192, 256
 """Micro-batches, or slices, of a pipeline, that are looked at; of a number in between, stages idle as of the next."""
+FEWEST = np.array([1, *(number + 1 for number in NUMBERS)])
+"""The fewest that idle as of each of these, and beyond the last."""
 
 
 MARGIN = 1e-9
@@ -48,8 +50,6 @@ class MicroBatchRoom:
     """[G] how many times the overhead of a slice it idles besides."""
     ends: np.ndarray
     """[G, len(NUMBERS)] how many times the seconds that it computes it takes at least."""
-    is_sliced: np.ndarray
-    """[G]"""
     slices: np.ndarray
     """[G] of the longest micro-batch."""
 
@@ -76,7 +76,6 @@ class MicroBatchRoom:
             later=np.array(later),
             last=np.where(is_sliced & is_whole, last, 0.0),
             ends=np.array([_ends(members) for members in groups]),
-            is_sliced=is_sliced,
             slices=np.array([candidate.scheme.slices for candidate in firsts]),
         )
 
@@ -87,7 +86,7 @@ class MicroBatchRoom:
         return self.overheads_s, self.alone_stages, self.later, self.last, self.ends, most_slices
 
     def under(self, groups: np.ndarray) -> "MicroBatchRoom":
-        """The room of some groups alone, given as a mask [G]."""
+        """The room of some groups alone, given by their numbers."""
         return MicroBatchRoom(**{name: values[groups] for name, values in vars(self).items()})
 
     def work_s(self, time_s: float, longest_s: np.ndarray) -> np.ndarray:
@@ -97,10 +96,9 @@ class MicroBatchRoom:
         """
         overhead_s = self.overheads_s[:, None]
         left_s = time_s - (self.last * self.overheads_s)[:, None]
-        fewest = np.array([1, *(number + 1 for number in NUMBERS)])
         busy_s = time_s / np.append(self.ends, np.ones((len(self.ends), 1)), axis=1)
-        most_s = np.max(busy_s - overhead_s * fewest, axis=1, keepdims=True)
-        beside_s = left_s - self.later[:, None] * (longest_s + np.where(self.is_sliced[:, None], 0.0, overhead_s))
+        most_s = np.max(busy_s - overhead_s * FEWEST, axis=1, keepdims=True)
+        beside_s = left_s - self.later[:, None] * (longest_s + np.where(self.slices[:, None] > 1, 0.0, overhead_s))
         share = 1 - (self.alone_stages * self.overheads_s / time_s)[:, None]
         return np.minimum(most_s, beside_s * share)
 
@@ -108,7 +106,7 @@ class MicroBatchRoom:
         """The most seconds that a pipeline of a group computes by a deadline, less the overhead of what comes beside
         the longest micro-batch.
         """
-        fewest = np.maximum(np.array([1, *(number + 1 for number in NUMBERS)]), self.slices[group])
+        fewest = np.maximum(FEWEST, self.slices[group])
         upto = np.array([*NUMBERS, np.inf])
         busy_s = time_s / np.append(self.ends[group], 1.0) - self.overheads_s[group] * (fewest - self.slices[group])
         return float(busy_s[upto >= self.slices[group]].max())

@@ -98,11 +98,8 @@ class SearchSpaceBound:
         self._shares = np.where(is_late, 0.0, BACKWARD_SHARE)
         leanest = {more: one_more(fewer, more) for more, fewer in fewer_by_more.items()}
         every = [[k for c in members for k in (c, leanest.get(c)) if k] for members in groups.values()]
-        later, has_overhead = (
-            [min(map(self._bounding_stages, ks)) - 1.0 for ks in every],
-            not problem.overhead_per_sequence,
-        )
-        self._room = MicroBatchRoom.of(every, later, has_overhead=has_overhead)
+        later = [min(map(self._bounding_stages, ks)) - 1.0 for ks in every]
+        self._room = MicroBatchRoom.of(every, later, has_overhead=not problem.overhead_per_sequence)
         shape = len(groups), len(self._grid)
         self._tables = SequenceCosts(*(np.full(shape, np.inf) for _ in SequenceCosts._fields))
         for row, members in enumerate(groups.values()):

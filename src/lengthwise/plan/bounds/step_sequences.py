@@ -50,7 +50,7 @@ class SequenceCosts(NamedTuple):
     """Per stage, with all of the overhead, in as many slices as the scheme has."""
 
     def rows(self, groups: np.ndarray) -> "SequenceCosts":
-        """The costs under some groups, a mask or numbers."""
+        """The costs under some groups alone, given by their numbers."""
         return SequenceCosts(*(table[groups] for table in self))
 
 
