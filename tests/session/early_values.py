@@ -1,6 +1,8 @@
 """Models whose loops may read what layers before the last one made, and some that only look so."""
 
+import types
 from collections import deque
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -105,6 +107,55 @@ class KeptByHook(Plain):
         seen = {}
         for number, block in enumerate(self.blocks):
             block.mlp.register_forward_hook(lambda module, inputs, output, key=number: seen.update({key: output}))
+
+
+SCRIPT = types.ModuleType("script")
+exec("terms = []\ndef keep(module, inputs, output):\n    terms.append(output)\n", vars(SCRIPT))
+"""A script with a list of its own, and a hook that adds to it."""
+
+
+class KeptByScript(Plain):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.mlp.register_forward_hook(SCRIPT.keep)
+
+
+class KeptByPatch(Plain):
+    """Terms in a list that a replaced forward of the last layers closes over."""
+
+    def __init__(self):
+        super().__init__()
+        terms = []
+
+        def forward(block, x):
+            terms.append(x)
+            return type(block).forward(block, x)
+
+        for block in self.blocks:
+            block.forward = partial(forward, block)
+
+
+class KeptInClosure(Plain):
+    """Terms in a list that a class within a function closes over."""
+
+    def layer(self):
+        return layer_in_closure()
+
+
+@cache
+def kind_in_closure():
+    terms = []
+
+    class Layer(Gated):
+        def leave(self, term):
+            terms.append(term)
+
+    return Layer
+
+
+def layer_in_closure():
+    return kind_in_closure()()
 
 
 class LastKept(Plain):

@@ -32,7 +32,10 @@ ONE_EACH = (1, 1, 1)
         ("Kept", r"blocks\.0\.term of Kept keeps what a layer made"),
         ("KeptInBag", r"blocks\.0\.bag\.terms\[\d+\] of KeptInBag keeps what a layer made"),
         ("KeptBeside", r"tests\.session\.early_values\['KEPT'\]\[\d\] of KeptBeside keeps what a layer made"),
-        ("KeptByHook", r"blocks\.0\.mlp\._forward_hooks\[0\]\[0\] of KeptByHook keeps what a layer made"),
+        ("KeptByHook", r"blocks\.0\.mlp\._forward_hooks\['seen'\]\[0\] of KeptByHook keeps what a layer made"),
+        ("KeptByScript", r"blocks\.0\.mlp\._forward_hooks\['terms'\]\[\d+\] of KeptByScript keeps what a layer made"),
+        ("KeptByPatch", r"blocks\.0\.forward\['terms'\]\[\d+\] of KeptByPatch keeps what a layer made"),
+        ("KeptInClosure", r"methods of .*Layer\['terms'\]\[\d+\] of KeptInClosure keeps what a layer made"),
         ("LastKept", ""),
     ],
 )

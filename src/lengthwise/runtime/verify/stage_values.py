@@ -3,18 +3,18 @@
 A loop's loss may read more than the logits: hidden states that the forward returns, or a term that layers leave on
 themselves. On the last stage both are whole only if its own layers make them. So all that is returned is compared by
 value. What modules keep with a graph has to be made anew by the last stage, with the same values; objects that modules
-hold, what their hooks hold on to, and lists beside their classes are looked through for it.
+hold, lists beside their classes, and what their hooks and methods can reach are looked through for it.
 """
 
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import islice
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,8 +31,10 @@ MOST_OF_ALL = 50_000
 """Members of all containers that are looked at: a script may hold a corpus."""
 _PLAIN = (int, float, str, bytes, type(None))
 """Kinds of values in lists that hold nothing else."""
-_OWN = {"_parameters", "_buffers", "_modules", "forward"}
+_OWN = {"_parameters", "_buffers", "_modules"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FUNCTIONS = FunctionType, MethodType, partial
+_METHODS = FunctionType, staticmethod, classmethod, property
 _UNREAD = ("torch.", "lengthwise.", "transformers.")
 """Packages whose lists and classes hold nothing of a forward."""
 
@@ -90,7 +92,7 @@ def _returned(output: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _left_on_modules(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with a graph that the modules of a model hold, their hooks, and lists beside their classes."""
+    """Tensors with a graph that the modules of a model hold or reach by hooks and methods, or lists beside classes."""
     look = _Look()
     for name, module in model.named_modules():
         of_weights = _names_of_weights(module)
@@ -98,14 +100,20 @@ def _left_on_modules(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if key in _OWN or key in of_weights:
                 continue
             if key in _HOOKS:
-                value = [member for hook in value.values() for member in _held_by(hook)]
+                value = _held_by(value.values())
+            elif key == "forward":
+                value = _held_by([getattr(value, "original", value)])
             yield from _with_graph(f"{name}.{key}" if name else key, value, look, opens=_is_plain_object)
-    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
-        if not f"{kind.__module__}.".startswith(_UNREAD):
-            yield from _with_graph(kind.__qualname__, dict(vars(kind)), look, opens=is_dataclass)
+    every = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    kinds = [kind for kind in every if not f"{kind.__module__}.".startswith(_UNREAD)]
+    for kind in kinds:
+        yield from _with_graph(kind.__qualname__, dict(vars(kind)), look, opens=is_dataclass)
     for source in {type(module).__module__ for module in model.modules()}:
         if not f"{source}.".startswith(_UNREAD) and source in sys.modules:
             yield from _with_graph(source, dict(vars(sys.modules[source])), look, opens=is_dataclass)
+    for kind in kinds:
+        reached = _held_by(value for value in vars(kind).values() if isinstance(value, _METHODS))
+        yield from _with_graph(f"methods of {kind.__qualname__}", reached, look, opens=_is_plain_object)
 
 
 def _names_of_weights(module: nn.Module) -> set[str]:
@@ -163,15 +171,54 @@ def _is_plain_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not f"{type(value).__module__}.".startswith(_UNREAD)
 
 
-def _held_by(hook: Any) -> list[Any]:
-    """What a hook holds on to: cells of its closure, arguments, and the object that it is a method of."""
+def _held_by(hooks: Iterable[Any]) -> dict[str, Any]:
+    """What hooks or methods hold on to, by name: what their functions and the functions among these reach, arguments,
+    and the objects that they are methods of.
+    """
+    members, left, seen = dict[str, Any](), list(hooks), set[int]()
+    while left:
+        hook = left.pop(0)
+        if id(hook) in seen:
+            continue
+        seen.add(id(hook))
+        reached = list(_reached_by(hook))
+        left += [value for _, value in reached if isinstance(value, _FUNCTIONS)]
+        for name, value in reached:
+            if not isinstance(value, (ModuleType, type, *_FUNCTIONS)):
+                members[name if name not in members else f"{name} {len(members)}"] = value
+    return members
+
+
+def _reached_by(hook: Any) -> Iterator[tuple[str, Any]]:
+    """What a function reaches by its closure or global names in its code, and what another kind of hook holds."""
     if isinstance(hook, partial):
-        return [*_held_by(hook.func), *hook.args, *hook.keywords.values()]
-    if isinstance(hook, MethodType):
-        return [hook.__self__, *_held_by(hook.__func__)]
-    if isinstance(hook, FunctionType):
-        return [cell.cell_contents for cell in hook.__closure__ or () if _is_filled(cell)]
-    return [vars(hook)] if hasattr(hook, "__dict__") else []
+        yield from (
+            ("func", hook.func),
+            *((str(number), value) for number, value in enumerate(hook.args)),
+            *hook.keywords.items(),
+        )
+    elif isinstance(hook, MethodType):
+        yield from (("self", hook.__self__), ("func", hook.__func__))
+    elif isinstance(hook, staticmethod | classmethod | property):
+        yield "func", hook.fget if isinstance(hook, property) else hook.__func__
+    elif isinstance(hook, FunctionType):
+        if f"{hook.__module__}.".startswith(_UNREAD):
+            return
+        for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or ()):
+            if _is_filled(cell):
+                yield name, cell.cell_contents
+        names = dict.fromkeys(_names_in(hook.__code__))
+        yield from ((name, hook.__globals__[name]) for name in names if name in hook.__globals__)
+    elif _is_plain_object(hook):
+        yield "self", hook
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names that a function's code, and that of functions within it, looks up."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _is_filled(cell: Any) -> bool:
