@@ -6,7 +6,8 @@ Some minutes of one core. Writes src/lengthwise/plan/bounds/least_ends.npy.
 import numpy as np
 from rich.progress import track
 
-from lengthwise.plan.bounds.least_ends import COUNTS, FILE, FORWARDS, STAGES, WEIGHTS, solved
+from lengthwise.plan.bounds.least_ends import COUNTS, FILE, FORWARDS, STAGES, WEIGHTS
+from lengthwise.plan.bounds.least_ends_program import solved
 
 
 def main() -> None:

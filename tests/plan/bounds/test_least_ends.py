@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.one_f_one_b import PassTimes, pipeline_end_s
 from lengthwise.core.zero_bubble import filled_end_s
-from lengthwise.plan.bounds.least_ends import COUNTS, FORWARDS, STAGES, WEIGHTS, least_ends, solved
+from lengthwise.plan.bounds.least_ends import COUNTS, FORWARDS, STAGES, WEIGHTS, least_ends
+from lengthwise.plan.bounds.least_ends_program import solved
 
 SHARE = st.floats(-3, 0).map(lambda power: 10.0**power)
 
