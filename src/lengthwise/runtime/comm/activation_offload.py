@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from lengthwise.runtime.comm.host_blocks import HostBlocks
 
@@ -97,25 +98,25 @@ class OffloadedLayer:
     def __init__(self, host: HostOffload, keep: Keep, *, before: "OffloadedLayer | None") -> None:
         self._host, self._keep, self._before = host, keep, before
         self._copies: list[weakref.ref[StorageCopy]] = []
-        self._by_storage: dict[tuple[int, torch.dtype, int], tuple[StorageWeakRef, StorageCopy]] = {}
+        self._by_storage: dict[tuple[int, torch.dtype, int], list[_Copied]] = {}
         self._is_backward = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of ``tensor``. One storage that is saved twice is copied once."""
+        """What autograd keeps in place of ``tensor``. One storage that is saved twice is copied once, unless parts of
+        it may have been written in between.
+        """
         is_other = tensor.device.type != self._host.device.type or not tensor.is_floating_point() or not tensor.ndim
         if is_other or self._keep(tensor):
             return tensor if tensor.grad_fn is None else tensor.detach()
-        tensor, storage = tensor.detach(), tensor.untyped_storage()
-        key = storage._cdata, tensor.dtype, tensor._version
-        if key not in self._by_storage:
-            numbers = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
-            copy = StorageCopy(numbers, self._host)
-            self._copies.append(weakref.ref(copy))
-            self._by_storage[key] = (
-                StorageWeakRef(storage),
-                copy,
-            )  # an address is not used twice while it is referred to
-        return SavedView(self, self._by_storage[key][1], tensor.shape, tensor.stride(), tensor.storage_offset())
+        saved, storage = tensor.detach(), tensor.untyped_storage()
+        copies = self._by_storage.setdefault((storage._cdata, tensor.dtype, tensor._version), [])
+        copied = next((copied for copied in copies if copied.has(tensor)), None)
+        if copied is None:
+            numbers = saved.as_strided((storage.nbytes() // saved.element_size(),), (1,), 0)
+            copied = _Copied(tensor, StorageCopy(numbers, self._host))
+            copies.append(copied)
+            self._copies.append(weakref.ref(copied.copy))
+        return SavedView(self, copied.copy, saved.shape, saved.stride(), saved.storage_offset())
 
     def finish_forward(self) -> None:
         """Nothing more of this layer is saved."""
@@ -134,6 +135,41 @@ class OffloadedLayer:
         for layer in (self, self._before):
             for copy in [] if layer is None else layer.copies():
                 copy.fetch()
+
+
+class _Copied:
+    """What is known of a copy of a storage that was made to save one tensor.
+
+    That tensor is not written any more, nor what is a view of the same tensor at the same version; other parts of the
+    storage may be, as the gates of an LSTM are, each with versions of its own.
+    """
+
+    def __init__(self, tensor: Tensor, copy: "StorageCopy") -> None:
+        self.copy = copy
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        """An address is not used twice while it is referred to."""
+        self._base = TensorWeakRef(_base_of(tensor))
+        self._begin, self._end = _span(tensor)
+        self._is_dense = self._end - self._begin == tensor.numel()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the copy has the numbers of another tensor, of the same storage and version."""
+        if self._base() is _base_of(tensor):
+            return True
+        begin, end = _span(tensor)
+        return self._is_dense and self._begin <= begin and end <= self._end
+
+
+def _base_of(tensor: Tensor) -> Tensor:
+    """The tensor that a tensor is a view of, or itself: writes to one count as versions of the other."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first number of a tensor in its storage, and the one after its last."""
+    begin = int(tensor.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return begin, begin + (reach + 1 if tensor.numel() else 0)
 
 
 @dataclass(frozen=True, eq=False)
