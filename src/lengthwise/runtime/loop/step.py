@@ -25,6 +25,7 @@ from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.runtime.wrap.bent_losses import check_not_bent
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.deferred_loss import computed
@@ -221,6 +222,8 @@ class Step:
         check_form(loss, len(shard.passes))
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
+        if mean_over in (None, "targets", "tokens") and self.run.wrapped_model.by_sequence is None:
+            check_not_bent(loss, model=type(self.run.model).__name__, shard=shard)
         terms = copies_of(self._weighing.terms(micro_batch, loss, side, mean_over))
         shard.forget_losses()
         # Without a mean over targets, other ranks still need this rank's part of the backward.

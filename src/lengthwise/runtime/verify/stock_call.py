@@ -17,6 +17,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.wrap.bent_losses import check_not_bent
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.gradient_changes import ObserveGradientChanges
@@ -130,6 +131,8 @@ def gradients_in_pack(
                 if shard.has_failed:
                     raise torch.OutOfMemoryError("the model's forward ran out of memory")
                 loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
+                if run.wrapped_model.by_sequence is None:
+                    check_not_bent(loss, model=type(run.model).__name__, shard=shard)
                 if num_targets:
                     total += loss.detach().double() * num_targets
                 if gradients:

@@ -1,0 +1,79 @@
+"""Losses that are bent after their mean: clamped, or their absolute value taken, as flooding does (Ishida et al. 2020).
+
+A step's loss is a mean over all its targets, made of means over micro-batches. Of the absolute value of a mean that
+does not hold, nor of another function with a kink; where such a loss is on one side of the kink it looks like any
+other, so values cannot tell. The operations that made it can: one with a kink that takes a single number and gives one.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from lengthwise.core.errors import CheckError
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
+
+_WITH_KINKS = (
+    "Abs", "Clamp", "ClampMin", "ClampMax", "Elu", "Hardtanh", "HuberLoss", "LeakyRelu", "Maximum", "Minimum", "Relu",
+    "SmoothL1Loss", "Threshold",
+)  # fmt: skip
+_MOST = 300
+"""Operations that are looked through for one that has values of slots."""
+
+
+def check_not_bent(loss: Tensor, *, model: str, shard: PackShard) -> None:
+    """Raise ``CheckError`` if a loss of several sequences, those of ``shard``, has an operation with a kink after its
+    mean.
+
+    As many such operations as sequences are taken for one of each sequence, which plans do not change.
+    """
+    if len(shard.ids) == 1 or isinstance(loss, MissingTensor):
+        return
+    bends = _bends(loss, shard.num_slots)
+    if bends and len(bends) < len(shard.ids):
+        raise CheckError(
+            f"the loss of {model} has an operation with a kink after its mean over a micro-batch ({bends[0]}, such as "
+            "clamp, abs or flooding), so what it learns depends on which sequences share one. Take it of the loss of "
+            "each token or sequence, before the mean; or leave it out"
+        )
+
+
+def _bends(loss: Tensor, num_slots: int) -> list[str]:
+    """The last operations with kinks that take and give single numbers of the loss, by name."""
+    bends, waiting, seen = list[str](), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or not _is_number(node):
+            continue
+        seen.add(node)
+        inputs = [before for before, _ in node.next_functions if before is not None]
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        if kind in _WITH_KINKS and any(_is_number(before) and _has_slots(before, num_slots) for before in inputs):
+            bends.append(node.name())
+        else:
+            waiting += inputs
+    return bends
+
+
+def _shape_of(node: Any) -> tuple[int, ...] | None:
+    """The shape of what an operation gave; None: a parameter, or not known."""
+    given = getattr(node, "_input_metadata", None)
+    return tuple(given[0].shape) if given and node.next_functions else None
+
+
+def _is_number(node: Any) -> bool:
+    return _shape_of(node) == ()
+
+
+def _has_slots(node: Any, num_slots: int) -> bool:
+    """Whether an operation depends on one that gave values of all slots, or of all but one: not on weights alone."""
+    waiting, seen = [node], set[Any]()
+    while waiting and len(seen) < _MOST:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if {num_slots, num_slots - 1} & set(_shape_of(node) or ()):
+            return True
+        waiting += [before for before, _ in node.next_functions]
+    return False
