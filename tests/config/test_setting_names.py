@@ -98,7 +98,7 @@ def test_each_surface_spells_settings_that_it_has(setting):
     ("spell", "spelt"),
     [
         (as_key, "Set data.max_length=3, optim.name=sgd or plan.max_tokens"),
-        (as_option, f"Set max_length=3, optimizer=sgd or plan.max_tokens{ELSEWHERE}"),
+        (as_option, "Set max_length=3, optimizer=sgd or max_tokens"),
         (PYTHON, f"Set max_length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
         (COMMAND_LINE, f"Set --max-length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
     ],

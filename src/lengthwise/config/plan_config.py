@@ -13,7 +13,7 @@ from lengthwise.config.choices import (
     SharingMethod,
     SlicesName,
 )
-from lengthwise.config.limits import MAX_SEQUENCES, NumDevices, NumTokens
+from lengthwise.config.limits import MAX_SEQUENCES, NumDevices
 from lengthwise.config.shared_settings import MemorySetting, PolicySettings
 
 
@@ -39,8 +39,6 @@ class PlanConfig(PolicySettings):
     """The micro-batch size of `padded`, in sequences; none: the fastest that fits."""
     one_shape: bool = False
     """Whether `padded` gives all micro-batches of a step one shape, for static compilation."""
-    max_tokens: NumTokens | None = None
-    """The most tokens of a micro-batch, padding included; none: what memory holds."""
     method: Literal["", MethodName] = ""
     """The parallel method by which devices share every layer; empty: whatever is fastest of methods; random: drawn anew
     for every layer and micro-batch."""

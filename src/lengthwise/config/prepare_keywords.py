@@ -37,6 +37,7 @@ class PrepareKeywords(TypedDict, total=False):
     policy: PolicyName | str
     max_degree: int | None
     max_stages: int | None
+    max_tokens: int | None
     zero_bubble: ZeroBubbleName
     form_batches: bool
     g_min: int

@@ -110,6 +110,8 @@ class PolicySettings(Settings):
     max_stages: NumDevices | None = None
     """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
     layers, up to 8, and as its costs are known for; one where a model cannot be cut."""
+    max_tokens: NumTokens | None = None
+    """The most tokens of a micro-batch, padding included; none: what memory holds."""
     zero_bubble: ZeroBubbleName = "auto"
     """Zero-bubble pipeline parallelism (ZB-H1): whether stages split backwards, send gradients of inputs on at once and
     compute gradients of weights where they would wait, in the memory of 1F1B; auto: whichever is faster; none: all

@@ -65,6 +65,7 @@ from lengthwise.session.model_checks import (
 )
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
+from lengthwise.session.pack_limit import check_packs, with_pack_limit
 from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.run_planner import ForwardPlanner, RunPlanner
@@ -187,6 +188,7 @@ def learn_model(
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
+        chosen = with_pack_limit(prepared, chosen)
         _check_labels_are_meant(prepared, chosen, sequences)
     except BaseException:
         prepared.close()
@@ -291,7 +293,8 @@ def _learn(
         if chosen.share_prefixes:
             check_can_share(wrapped_model, prepared.collator, chosen)
         if chosen.check:
-            _check(prepared, chosen, sequences.computed_lengths.max_length)
+            lengths = sequences.computed_lengths
+            check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
             check_compiled(prepared)
             if chosen.share_prefixes:
                 check_shared_prefixes(prepared)

@@ -156,6 +156,7 @@ def make_planner(
         max_length=max(lengths.max_length, options.step_max_length or 0),
         search_space=search_space,
         samples=lengths_of(typical),
+        token_limit=options.max_tokens,
     )
     problem.check_fits(lengths.lengths)
     problem = replace(problem, is_waited_for=True)

@@ -1,0 +1,110 @@
+"""Check that what a model computes of a sequence does not depend on how many others are in its pack.
+
+Small packs do not show it: experts that take so many tokens and no more, a table or an assertion that ends at the
+longest sequence. So the hidden states of two sequences in a pack by themselves are compared with those of every copy of
+them in a pack that is large, in the model's own dtype and without gradients.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import CheckError
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.synthetic_batches import repeated, traced_lengths
+from lengthwise.runtime.verify.float64_mode import noise_free
+from lengthwise.runtime.verify.gradient_check import tolerance_of
+from lengthwise.runtime.verify.stock_call import shard_for
+from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.wrap.context import active
+
+MOST_SLOTS = 8192
+"""Slots of the largest pack that is compared."""
+OFTEN = 0.02
+"""The share of slots that may differ in half precision, in which a router may choose another expert by rounding."""
+
+
+def crowding_problem(run: PreparedModel, num_slots: int) -> str:
+    """Why packs of ``num_slots`` slots, or a few less, cannot be used, or an empty string; every rank calls this.
+
+    A pack that does not fit into memory is halved until one does.
+    """
+    lengths, problem = traced_lengths(run.collator), ""
+    copies = num_slots // sum(lengths)
+    with noise_free(run):
+        while copies > 1:
+            try:
+                share = on_every_rank(
+                    run, partial(_share_that_differs, run, lengths, copies), "a pack of many sequences"
+                )
+            except (CheckError, NotInThisDtype) as error:
+                return str(error if isinstance(error, CheckError) else error.reason)
+            largest = float(gather_rows(torch.tensor([share], dtype=torch.float64, device=run.world.device)).max())
+            if largest <= 1.0:
+                break
+            copies //= 2
+    limit = OFTEN if run.state.compute_dtype in (torch.bfloat16, torch.float16) else 0.0
+    if copies > 1 and largest > limit:
+        problem = (
+            f"{type(run.model).__name__} computes something else of two sequences in a pack of "
+            f"{copies * sum(lengths):,} slots than in one of {sum(lengths)}, as experts do that take a fixed number of "
+            f"tokens ({largest:.0%} of the slots differ)"
+        )
+    return problem
+
+
+def _share_that_differs(run: PreparedModel, lengths: tuple[int, int], copies: int) -> float:
+    """The share of slots whose hidden states differ by more than rounding; 2 if memory does not suffice."""
+    try:
+        few, many = (_hidden_states(run, lengths, number) for number in (1, copies))
+    except Exception as error:
+        if is_out_of_memory(error):
+            return 2.0
+        raise
+    if few is None or many is None:
+        return 0.0
+    expected = torch.cat([part.repeat(copies, 1) for part in few.split(lengths)])
+    relative = tolerance_of(None, run.state.compute_dtype).relative
+    return float(((many - expected).norm(dim=1) > relative * expected.norm(dim=1)).double().mean())
+
+
+def _hidden_states(run: PreparedModel, lengths: tuple[int, int], copies: int) -> Tensor | None:
+    """[slots, features] what the last layer returns of ``copies`` of each sequence in a pack; None if not by slot."""
+    outputs: list[Any] = []
+    numbers = [number for number in range(len(lengths)) for _ in range(copies)]
+    pack = Pack(
+        ids=tuple(range(len(numbers))), lengths=tuple(lengths[number] * run.collator.slot_tokens for number in numbers)
+    )
+    with repeated(run, lengths, copies), torch.no_grad(), run.gathered(), _returned_by(_last_layer(run), outputs):
+        shard = shard_for(run, pack, run.alone)
+        with active(shard):
+            run.model(**run.make(shard, pack).inputs)
+    states = next((value for value in outputs[0] if isinstance(value, Tensor)), None) if outputs else None
+    if states is None or shard.num_slots not in states.shape:
+        return None
+    return states.movedim(states.shape.index(shard.num_slots), 0).flatten(1).double()
+
+
+def _last_layer(run: PreparedModel) -> nn.Module:
+    return list(run.wrapped_model.structure.layers)[-1]
+
+
+@contextmanager
+def _returned_by(layer: nn.Module, outputs: list[Any]) -> Iterator[None]:
+    """Within, what a layer returns goes to ``outputs``, as a tuple."""
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs[:] = [output if isinstance(output, tuple) else (output,)]
+
+    hook = layer.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()

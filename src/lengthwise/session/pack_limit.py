@@ -1,0 +1,53 @@
+"""How many tokens the packs of a prepared model may have, where large ones are not computed as small ones are."""
+
+import logging
+from collections.abc import Callable
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.errors import CheckError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.verify.crowded_packs import MOST_SLOTS, crowding_problem
+
+_log = logging.getLogger("lengthwise")
+
+
+def check_packs(
+    prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex, check: Callable[[], None]
+) -> None:
+    """Call ``check``, which compares small packs, and compare a pack of many sequences; every rank calls this.
+
+    Where packs as large as the longest sequence can be used, and larger ones not, the model has that limit from now on.
+
+    Raises:
+        CheckError: packs change what the model learns.
+    """
+    size, longest = options.slot_tokens, lengths.max_length // options.slot_tokens
+    largest = min(MOST_SLOTS, int(lengths.num_tokens) // size, (options.max_tokens or MOST_SLOTS * size) // size)
+
+    def limit_packs(problem: str) -> None:
+        if longest >= largest or crowding_problem(prepared, longest):
+            raise CheckError(problem)
+        prepared.wrapped_model.most_slots = longest
+        if prepared.world.is_first:
+            text = problem.replace(". check=False trains it all the same", "")
+            _log.warning("packs have at most %s tokens, as the longest sequence has: %s", f"{longest * size:,}", text)
+
+    if prepared.wrapped_model.by_sequence is not None:
+        return check()
+    try:
+        check()
+    except CheckError as error:
+        limit_packs(error.marked)
+        return check()
+    if problem := crowding_problem(prepared, largest):
+        limit_packs(problem)
+
+
+def with_pack_limit(prepared: PreparedModel, options: PrepareOptions) -> PrepareOptions:
+    """The options, with packs of at most as many tokens as the model can be given."""
+    most_slots = prepared.wrapped_model.most_slots
+    if most_slots is None:
+        return options
+    most_tokens = most_slots * options.slot_tokens
+    return options.model_copy(update={"max_tokens": min(most_tokens, options.max_tokens or most_tokens)})

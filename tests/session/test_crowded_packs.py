@@ -1,0 +1,122 @@
+"""Models that compute large packs otherwise than small ones have packs that they compute as they do sequences."""
+
+import logging
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lengthwise as lw
+from tests.session.models import VOCAB
+from tests.session.structure_runs import OPTIONS
+from tests.session.structures import Plain
+
+LONGEST = 60
+CAPACITY = 150
+"""Tokens that an expert takes: more than the longest sequence has, and fewer than the corpus."""
+
+
+class Expert(nn.Module):
+    """The first tokens of a forward go through it, up to its capacity."""
+
+    capacity = CAPACITY
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return torch.cat([self.mlp(x[:, : self.capacity]), 0.0 * x[:, self.capacity :]], 1)
+
+
+class Experts(Plain):
+    def layers(self):
+        blocks = super().layers()
+        for block in blocks:
+            block.mlp = Expert(block.mlp)
+        return blocks
+
+
+class Asserting(Plain):
+    """Asserts that no forward is longer than the longest sequence, as nanoGPT does."""
+
+    def run(self, x, idx):
+        assert idx.shape[1] <= LONGEST, f"a forward of {idx.shape[1]} tokens"
+        return super().run(x, idx)
+
+
+class Few(Experts):
+    """Experts that take less than the longest sequence; what is beyond is left out there as well."""
+
+    def layers(self):
+        blocks = super().layers()
+        for block in blocks:
+            block.mlp.capacity = LONGEST // 2
+        return blocks
+
+
+def corpus():
+    drawn = np.random.default_rng(0)
+    return [drawn.integers(0, VOCAB, length) for length in (LONGEST, *[9, 14, 5] * 10)]
+
+
+def weights_of_a_loop(model):
+    rows, lr = corpus(), OPTIONS["lr"]
+    total = sum(len(row) - 1 for row in rows)
+    for row in rows:
+        tokens = torch.as_tensor(row)[None]
+        targets = torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], 1)
+        (model(tokens, targets)[1] * (len(row) - 1) / total).backward()
+    return [value.detach() - lr * value.grad for value in model.parameters()]
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def train(run, model, expected, sizes=None):
+    """The largest difference of a weight after the steps; ``sizes`` gets the tokens of each pack."""
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+            if sizes is not None:
+                sizes.append(sum(micro_batch.pack.lengths))
+        step.update()
+    difference = max(float((a - b.detach()).abs().max()) for a, b in zip(expected, model.parameters()))
+    run.close()
+    return difference
+
+
+def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequence_by_sequence(caplog):
+    expected, model = weights_of_a_loop(made(Few)), made(Few)
+    run = lw.prepare(model, corpus(), steps=1, **{**OPTIONS, "sequences_per_step": 31})
+    assert run.wrapped_model.by_sequence is not None
+    assert train(run, model, expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "reason"),
+    [
+        (Experts, LONGEST, r"computes something else of two sequences in a pack of \d+ slots than in one of 18"),
+        (Asserting, LONGEST, r"AssertionError: a forward of \d+ tokens"),
+        (Plain, None, ""),
+    ],
+)
+def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_are_computed_otherwise(
+    kind, limit, reason, caplog
+):
+    expected, model, options = (
+        weights_of_a_loop(made(kind)),
+        made(kind),
+        {**OPTIONS, "sequences_per_step": 31, "policy": "auto"},
+    )
+    with caplog.at_level(logging.WARNING, logger="lengthwise"):
+        run = lw.prepare(model, corpus(), steps=1, packing="always", **options)
+    assert bool(reason) == ("packs have at most 60 tokens, as the longest sequence has:" in caplog.text)
+    assert re.search(reason, caplog.text)
+    sizes: list[int] = []
+    assert train(run, model, expected, sizes) < 1e-12
+    assert (max(sizes) <= LONGEST) == (limit is not None)
