@@ -123,7 +123,7 @@ def _that_pay(
     in_time = alone_s <= deadline_s
     pays = (alone_s < (1 - PAYS) * deadline_s) if others_end_s < deadline_s else device_s < (1 - PAYS) * fewest_s
     for option, is_better, alone, devices in zip(options, pays & in_time, alone_s, device_s):
-        if is_better and (alone <= NEAR * alone_s.min() or devices <= NEAR * device_s[in_time].min()):
+        if is_better and (alone <= NEAR * alone_s.min() or devices <= NEAR * device_s[alone_s <= alone].min()):
             yield option
 
 
