@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+import lengthwise as lw
+from lengthwise.core.errors import InputError
 from tests.plan.costs import SimpleCost
 from tests.session import models
 from tests.session.rollouts import (
@@ -122,6 +124,27 @@ def test_items_that_cannot_be_used_are_refused_on_every_rank(ranks):
         errors = ranks(2).run(bring, items, {"step_max_length": 64})
         assert any(message in text for _, text in errors), errors
         assert all(name == "InputError" for name, _ in errors), errors
+
+
+def test_brought_token_ids_that_a_model_of_transformers_does_not_embed_are_refused():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    run = lw.prepare(
+        LlamaForCausalLM(config), [ROW], tokens_per_step=64, steps=1, cost=models.mixed_cost(), memory_gib=40,
+        check=False, verbose=False,
+    )  # fmt: skip
+    items = [ROW, {"input_ids": [999_999, 1]}]
+    takes = (run.step, lambda items: next(run.steps([items])), lambda items: run.score(items, token_logps))
+    for take in takes:
+        with pytest.raises(
+            InputError,
+            match="item 1 of this step has token id 999,999, LlamaForCausalLM embeds ids up to 49; use its tokenizer",
+        ):
+            take(items)
+    run.close()
 
 
 def test_ranks_that_step_and_score_at_once_are_told_so(ranks):

@@ -1,9 +1,9 @@
 """How many tokens a model's embedding has, and how many classes its loss: seen in a forward, checked on the corpus."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -59,12 +59,10 @@ class IdRanges(TorchFunctionMode):
         The largest of each come with where they are.
         """
         name = type(self._run.model).__name__
-        rows = min((rows for rows, is_tokens in self._tables.values() if is_tokens), default=None)
-        if rows is not None and largest_token is not None and largest_token[0] >= rows:
-            raise InputError(
-                f"{largest_token[1]} has token id {largest_token[0]:,}, {name} embeds ids up to {rows - 1:,}; use its "
-                "tokenizer"
-            )
+        check_embedded(self._run.model, largest_token)
+        _check_token(
+            name, min((rows for rows, is_tokens in self._tables.values() if is_tokens), default=None), largest_token
+        )
         if len(self._num_classes) != 1 or largest_label is None:
             return
         limit = min(self._num_classes)
@@ -73,3 +71,16 @@ class IdRanges(TorchFunctionMode):
                 f"{largest_label[1]} has label {largest_label[0]:,}, and {name} predicts labels up to {limit - 1:,}; "
                 "use its tokenizer, or a head of as many classes"
             )
+
+
+def check_embedded(model: nn.Module, largest_token: tuple[int, str] | None) -> None:
+    """Raise ``InputError`` if a model that names its embedding, as of transformers, has no row there for a token."""
+    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    _check_token(type(model).__name__, getattr(table, "num_embeddings", None), largest_token)
+
+
+def _check_token(name: str, rows: int | None, largest: tuple[int, str] | None) -> None:
+    if rows is not None and largest is not None and largest[0] >= rows:
+        raise InputError(
+            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
+        )

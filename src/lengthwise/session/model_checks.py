@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.session.adapter_checks import check_adapters
 from lengthwise.session.datasets import RunSequences
+from lengthwise.session.id_ranges import check_embedded
 
 _log = logging.getLogger("lengthwise")
 
@@ -188,12 +189,7 @@ def _line_of(error: Exception) -> str:
 def check_takes(model: nn.Module, sequences: RunSequences) -> None:
     """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
     config, name = getattr(model, "config", None), type(model).__name__
-    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
-    if rows is not None and largest is not None and largest[0] >= rows:
-        raise InputError(
-            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
-        )
+    check_embedded(model, sequences.largest_token)
     limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
     if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
         return
