@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.table import Table
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.session import console
@@ -86,6 +87,16 @@ class Refusing(io.StringIO):
 def test_messages_to_the_stream_of_a_calling_program_end_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Refusing())
     console.stderr().print("a step", soft_wrap=True)
+
+
+def test_a_table_whose_reader_has_gone_ends_its_command_as_the_reader_wants(monkeypatch):
+    reader, writer = os.pipe()
+    stream = _stream_to(monkeypatch, writer, "stdout")
+    os.close(reader)
+    with pytest.raises(BrokenPipeError):
+        console.stdout().print(Table("policy", "tokens/s"))
+    console.discard_stdout()
+    stream.close()
 
 
 def test_an_answer_that_cannot_be_written_is_one_error(monkeypatch):

@@ -206,6 +206,9 @@ def _console(*, to_stderr: bool) -> "Console":
         def file(self, new_file: Any) -> None:
             self._file = new_file
 
+        def on_broken_pipe(self) -> None:
+            raise  # what rich handles as it calls this, and would end the command with 1 for
+
     return PlainConsole(stderr=to_stderr, highlight=False, markup=False, emoji=False)
 
 
