@@ -89,6 +89,17 @@ def test_messages_to_the_stream_of_a_calling_program_end_nothing(monkeypatch):
     console.stderr().print("a step", soft_wrap=True)
 
 
+def test_tables_wider_than_the_terminal_are_not_cut(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "30")
+    names = ["dcp-inter-node", "tokens per second", "feed-forward", "idle"]
+    table = Table(*names, box=None)
+    table.add_row("a name of many words", "12,345,678", "1.25 MiB", "0.5 %")
+    console.stdout().print(table)
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells == [names, ["a name of many words", "12,345,678", "1.25 MiB", "0.5 %"]]
+
+
 def test_a_table_whose_reader_has_gone_ends_its_command_as_the_reader_wants(monkeypatch):
     reader, writer = os.pipe()
     stream = _stream_to(monkeypatch, writer, "stdout")

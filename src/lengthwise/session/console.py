@@ -28,6 +28,9 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINTR)
 """Why a message cannot be written where a later one may be."""
 
+WIDEST = 1 << 16
+"""Columns that tables on stdout may take, whatever the terminal has: it breaks lines, and no name or number is cut."""
+
 SCHEMA_VERSION = 1
 """Version of the documents under ``--json``; it grows when a field goes or changes its meaning."""
 
@@ -209,7 +212,9 @@ def _console(*, to_stderr: bool) -> "Console":
         def on_broken_pipe(self) -> None:
             raise  # what rich handles as it calls this, and would end the command with 1 for
 
-    return PlainConsole(stderr=to_stderr, highlight=False, markup=False, emoji=False)
+    return PlainConsole(
+        stderr=to_stderr, highlight=False, markup=False, emoji=False, width=None if to_stderr else WIDEST
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """What `lengthwise compare` prints: a table a cluster, and how far it is."""
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +72,7 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
 
 
 def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
-    """Policies that can run, the fastest first, in eighty columns, and why others cannot."""
+    """Policies that can run, the fastest first, and why others cannot."""
     console = stdout()
     console.print(
         f"{result.cluster}, {result.tokens_per_step:,} tokens a step on average, {ledger_words(ledger)}", soft_wrap=True
@@ -90,14 +89,12 @@ def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
 
 
 def table_of(names: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """Rows under headings, words to the left and numbers to the right; long names of policies make room for numbers."""
+    """Rows under headings, words to the left and numbers to the right."""
     from rich.table import Table
 
-    shown, rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)), list(rows)
-    for name, *column in zip_longest(names, *rows, fillvalue=""):
-        heading, is_number = SHORT.get(name, name), name != "policy"
-        width = max(map(len, (heading, *column))) if is_number else None
-        shown.add_column(heading, justify="right" if is_number else "left", no_wrap=True, min_width=width)
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        shown.add_column(SHORT.get(name, name), justify="left" if name == "policy" else "right")
     for cells in rows:
         shown.add_row(*cells)
     return shown

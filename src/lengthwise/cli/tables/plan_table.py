@@ -28,7 +28,7 @@ def _print_steps(plans: list[StepPlan]) -> None:
     devices = f"{num_devices} devices" if used == num_devices else f"{used} of {num_devices} devices"
     shown = Table(title=f"policy {plans[0].policy} on {devices}", box=None, pad_edge=False)
     for heading in ("step", "seqs", "tokens", "longest", "packs", "padding", "predicted", "bound", "gap"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+        shown.add_column(heading, justify="right")
     for plan in plans:
         packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
         lengths = [length for pack in packs for length in pack.lengths]

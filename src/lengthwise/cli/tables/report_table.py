@@ -19,7 +19,7 @@ def print_runs(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for label in labels(summaries) if len(summaries) > 1 else [summaries[0].name]:
-        table.add_column(label, justify="right", overflow="fold")
+        table.add_column(label, justify="right")
     for words, of in (
         ("policy", lambda s: s.policy),
         ("ranks", lambda s: count(s.num_ranks)),
