@@ -89,6 +89,16 @@ def test_messages_to_the_stream_of_a_calling_program_end_nothing(monkeypatch):
     console.stderr().print("a step", soft_wrap=True)
 
 
+def test_tables_are_spelt_plainly_where_a_stream_has_no_other_letters(monkeypatch):
+    reader, writer = os.pipe()
+    stream = _stream_to(monkeypatch, writer, "stdout")
+    table = Table("0.5\u00a0%", "3 µs \N{MULTIPLICATION SIGN} 2", "\N{SNOWMAN}…", box=None, pad_edge=False)
+    console.stdout().print(table)
+    assert os.read(reader, 99) == b"0.5 %  3 us x 2  \\u2603...\n"
+    os.close(reader)
+    stream.close()
+
+
 def test_tables_wider_than_the_terminal_are_not_cut(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "30")
     names = ["dcp-inter-node", "tokens per second", "feed-forward", "idle"]

@@ -4,6 +4,7 @@ Consoles print text as it is: rich's markup is off in messages, tables and progr
 and other libraries' errors may hold brackets. Other modules get their consoles here and never make their own.
 """
 
+import codecs
 import errno
 import io
 import json
@@ -27,6 +28,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EINTR)
 """Why a message cannot be written where a later one may be."""
+
+_PLAIN = str.maketrans({
+    "\u00a0": " ", "\u202f": " ", "\u00b5": "u", "\u00b7": "-", "\u00d7": "x", "\u2013": "-", "\u2026": "...",
+    "\u221e": "inf", "\u27e6": "[", "\u27e7": "]",
+})  # fmt: skip
+"""What stands for letters of this library's own texts where a stream cannot spell them."""
+_SPELT_PLAINLY = "lengthwise.plain"
+"""The name of the rule by which streams that cannot spell a letter write another, or escape it."""
 
 WIDEST = 1 << 16
 """Columns that tables on stdout may take, whatever the terminal has: it breaks lines, and no name or number is cut."""
@@ -150,20 +159,29 @@ class _LastingText:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is escaped. What
-    cannot be written to stderr ends nothing; nor to stdout in ranks, which have no answer to give.
+    """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is put in another
+    way. What cannot be written to stderr ends nothing; nor to stdout in ranks, which have no answer to give.
     """
+    codecs.register_error(_SPELT_PLAINLY, _spelt_plainly)
     _open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=_SPELT_PLAINLY)
         if type(stream) is io.TextIOWrapper and (name == "stderr" or has_rank()):
             with suppress(OSError):
                 stream.flush()
             same = LastingFile(stream.fileno(), "w", closefd=False)
-            options: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True, "write_through": True}
+            options: dict[str, Any] = {"errors": _SPELT_PLAINLY, "line_buffering": True, "write_through": True}
             setattr(sys, name, io.TextIOWrapper(cast(BinaryIO, same), stream.encoding, **options))
+
+
+def _spelt_plainly(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What an encoder writes in place of the letters that ``error`` is about, and where it goes on."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_PLAIN)
+    return text.encode("ascii", errors="backslashreplace").decode("ascii"), error.end
 
 
 def _open_closed_streams() -> None:
