@@ -118,6 +118,50 @@ def test_files_and_overrides_that_cannot_be_read_are_refused(text, overrides, me
         load(path, overrides)
 
 
+CONTRADICTIONS = {
+    "train.steps=3 and train.epochs=2 are both set; leave one of them out, or set it to null where a file has it": {
+        "train": {"steps": 3, "epochs": 2}
+    },
+    "data.tokens_per_step=3 and data.sequences_per_step=4 are both set; leave one of them out": {
+        "data": {"tokens_per_step": 3, "sequences_per_step": 4}
+    },
+    "data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out": {
+        "data": {"count_padding": True, "sequences_per_step": 4}
+    },
+    "data.index=a and data.mixture are both set": {"data": {"index": "a", "mixture": [{"index": "b"}]}},
+    "data.validation=a and data.validation_share=0.1 are both set": {
+        "data": {"validation": "a", "validation_share": 0.1}
+    },
+    "train.patience=2 needs something to validate on; set data.validation": {"train": {"patience": 2}},
+    "train.validate_every=5 needs something to validate on": {"train": {"validate_every": 5}},
+    "train.epochs=2: with plan.form_batches, groups decide": {
+        "train": {"epochs": 2}, "plan": {"form_batches": True, "policy": "dcp-intra"}
+    },
+    "samples of text need both how often and of what": {"train": {"sample_every": 3}},
+    "samples of text need both how often": {"train": {"sample_prompts": ["a"]}},
+    "no model preset 'lama-tiny'; did you mean llama-tiny?": {"model": {"preset": "lama-tiny"}},
+    "model.preset=bert-tiny and model.hf='.' are two models; leave one": {"model": {"preset": "bert-tiny", "hf": "."}},
+    "model.num_layers=3 is for presets; a model of model.hf is as its": {"model": {"hf": ".", "num_layers": 3}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CONTRADICTIONS)
+def test_settings_that_contradict_one_another_are_refused_where_they_are_read(message):
+    with pytest.raises(InputError) as refused:
+        check(CONTRADICTIONS[message])
+    headline, line = str(refused.value).splitlines()
+    assert headline == "the configuration has an error:" and line.startswith(f"  {message}")
+
+
+def test_contradictions_of_all_sections_are_named_at_once():
+    with pytest.raises(InputError) as refused:
+        check({
+            "train": {"steps": 3, "epochs": 2}, "data": {"tokens_per_step": 3, "sequences_per_step": 4},
+            "optim": {"lr": -1},
+        })  # fmt: skip
+    assert str(refused.value).startswith("the configuration has 3 errors:\n")
+
+
 def test_configurations_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Config().seed = 3

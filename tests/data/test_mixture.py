@@ -237,7 +237,6 @@ def test_a_mixture_of_one_is_that_corpus(indexes):
         ([("a", {"share": 1}), ("b", {})], {}, "part a of data.mixture has a share and part b has none"),
         ([("a", {}), ("nowhere", {})], {}, "no index at .*nowhere"),
         ([("b", {}), ("a", {})], {"max_length": 8}, "part a of data.mixture: sequence 0 has 9 tokens"),
-        ([("a", {})], {"index": "b"}, "data.index=b and data.mixture are both set"),
         ([("a", {"repeat": 0.1}), ("b", {"repeat": 0.01})], {}, r"would hold no sequence \(0.1 of 3, 0.01 of 7\)"),
     ],
 )

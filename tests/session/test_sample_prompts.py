@@ -39,8 +39,6 @@ def test_prompts_are_tokens_of_the_tokenizer_of_the_index(corpora):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("text", {"sample_every": 5}, "both how often and of what"),
-        ("text", {"sample_prompts": ["a"]}, "both how often and of what"),
         ("text", {**PROMPTS, "preset": "bert-tiny"}, "predicts hidden tokens, so it continues no text"),
         ("text", {**PROMPTS, "sample_prompts": [""]}, "'' has 0 tokens; a prompt has 1 to "),
         ("ids", PROMPTS, "no tokenizer is known, since the index was made of token ids; name a model.hf"),

@@ -133,8 +133,6 @@ def test_sizes_of_a_preset_are_replaced():
         (["model.num_heads=4", "model.num_kv_heads=3"], "4 heads cannot share 3 key/value heads evenly"),
         (["model.max_positions=64"], "model.max_positions=64: the positions of llama-tiny are rotary"),
         (["model.num_layers=99999"], "num_layers must be from 1 to 16,384"),
-        (["model.hf=.", "model.num_layers=3"], "model.num_layers=3 is for presets; a model of model.hf is as its"),
-        (["model.hf=.", "model.preset=bert-tiny"], "model.preset=bert-tiny and model.hf='.' are two models; leave one"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(settings, message):

@@ -43,12 +43,6 @@ def test_epochs_are_counted_in_the_steps_that_their_batches_make(index):
         assert with_steps(config, make_sampler(config, open_corpus(config.data))).train.num_steps == steps
 
 
-def test_steps_and_epochs_together_are_refused(index):
-    config = config_of({"index": index("a", 10, 20)}, epochs=3, steps=5)
-    with pytest.raises(InputError, match=r"train\.steps=5 and train\.epochs=3 are both set; leave one of them out"):
-        with_steps(config, make_sampler(config, open_corpus(config.data)))
-
-
 def test_a_share_is_held_out_of_every_part_and_never_trained_on(index):
     parts = [{"index": index(name, *range(5, 25)), "name": name} for name in "ab"]
     config = config_of({"mixture": parts, "validation_share": 0.2})
@@ -81,19 +75,16 @@ def test_the_plans_of_validation_compute_each_of_its_sequences_once(index):
 
 
 @pytest.mark.parametrize(
-    ("data", "train", "message"),
+    ("data", "message"),
     [
-        ({}, {"patience": 2}, r"train\.patience=2 needs something to validate on; set data\.validation"),
-        ({}, {"validate_every": 5}, r"train\.validate_every=5 needs something to validate on"),
-        ({"validation": "b", "validation_share": 0.1}, {}, r"validation=.* and data\.validation_share=0\.1 are both"),
-        ({"validation": "ones", "max_length": 1, "over_length": "truncate"}, {}, "2 sequences and no token with"),
-        ({"validation": "b", "max_length": 40}, {}, r"data\.validation: sequence 2 has 100 tokens, over"),
+        ({"validation": "ones", "max_length": 1, "over_length": "truncate"}, "2 sequences and no token with"),
+        ({"validation": "b", "max_length": 40}, r"data\.validation: sequence 2 has 100 tokens, over"),
     ],
 )
-def test_what_cannot_be_validated_is_refused(index, data, train, message):
+def test_what_cannot_be_validated_is_refused(index, data, message):
     indexes = {"b": index("b", 10, 20, 99), "ones": index("ones", 1, 1)}
     named = {**data, **({"validation": indexes[data["validation"]]} if "validation" in data else {})}
-    config = config_of({"index": index("a", 10, 20, 30), **named}, **train)
+    config = config_of({"index": index("a", 10, 20, 30), **named})
     with pytest.raises(InputError, match=message):
         validation_corpus(config, resolve_model(config, None))
 

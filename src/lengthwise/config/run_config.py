@@ -4,26 +4,26 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from lengthwise.config.choices import (
     Dtype,
-    Implementation,
     LrSchedule,
     OptimizerName,
     PipelineSchedule,
 )
+from lengthwise.config.contradictions import CONTRADICTION, ONE_OF_THEM, check_alone, contradiction
 from lengthwise.config.foreign_names import setting_of
 from lengthwise.config.limits import (
     DEFAULT_TRAIN_STEPS,
     MAX_CONFIG_BYTES,
     Beta,
     LearningRate,
-    ModelSize,
     NumEpochs,
     NumSteps,
     StepsOrNone,
 )
+from lengthwise.config.model_config import ModelConfig
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.plan_config import ClusterConfig, PlanConfig
 from lengthwise.config.shared_settings import (
@@ -77,38 +77,20 @@ class DataConfig(OrderingSettings, BatchSettings):
     prefetch: int = Field(default=2, ge=0, le=1024)
     """How many micro-batches are read ahead of computing; 0: none."""
 
-
-class ModelConfig(Settings):
-    """Which model is trained."""
-
-    preset: str = "llama-tiny"
-    """A model preset; `lengthwise config --presets` lists them."""
-    hf: str = ""
-    """Instead of preset: a folder with Hugging Face config.json and safetensors to start from."""
-    implementation: Implementation = "auto"
-    """Whose code computes the model of hf. lengthwise: this library's own, for Llama, Qwen2, GPT-2 and BERT, with every
-    parallel method, pipelines and compiled layers. transformers: the model's own class, any that lengthwise.prepare
-    takes, by methods on whole weights, in pipelines too. auto: lengthwise where it has the model, else transformers."""
-    vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
-    """The number of token ids that the preset embeds; none: as many as the index needs."""
-    num_layers: ModelSize | None = None
-    """The preset's number of layers instead of its own; none: its own. The same for the sizes that follow."""
-    hidden_size: ModelSize | None = None
-    """The width of the preset's hidden states."""
-    ffn_size: ModelSize | None = None
-    """The width of the preset's feed-forward."""
-    num_heads: ModelSize | None = None
-    """The preset's number of attention heads, each as wide as divides hidden_size evenly."""
-    num_kv_heads: ModelSize | None = None
-    """The preset's number of key and value heads; none: its own, or num_heads where that is set."""
-    max_positions: ModelSize | None = None
-    """The preset's number of learned positions, if it has any (gpt, bert)."""
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The sizes that replace those of the preset, by their names in ModelSpec."""
-        names = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+    @field_validator("sequences_per_step", "mixture", "validation_share", "count_padding")
+    @classmethod
+    def _check_alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "sequences_per_step":
+            check_alone("data", value, info, beside="tokens_per_step")
+        elif info.field_name == "validation_share":
+            check_alone("data", value, info, beside="validation", way_out=ONE_OF_THEM)
+        elif info.field_name == "mixture" and value and (index := info.data.get("index")):
+            raise contradiction(f"data.index={index} and data.mixture are both set; make the index a part, or leave it")
+        elif info.field_name == "count_padding" and value and info.data.get("sequences_per_step") is not None:
+            raise contradiction(
+                "data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out"
+            )
+        return value
 
 
 class OptimConfig(UpdateSettings):
@@ -159,7 +141,7 @@ class TrainConfig(ProcessSettings):
     sample_every: StepsOrNone = 0
     """The number of steps between samples of text, which continue the sample prompts with the weights of the moment and
     are written to samples.jsonl; there are also some after the last step; 0: there are none."""
-    sample_prompts: tuple[str, ...] = Field(default=(), max_length=64)
+    sample_prompts: tuple[str, ...] = Field(default=(), max_length=64, validate_default=True)
     """The texts that samples continue."""
     sample_tokens: int = Field(default=64, ge=1, le=1 << 20)
     """The most tokens that a sample adds to its prompt."""
@@ -191,6 +173,22 @@ class TrainConfig(ProcessSettings):
     log_every: NumSteps = 1
     """The number of steps between lines of the log."""
 
+    @field_validator("epochs")
+    @classmethod
+    def _check_no_steps(cls, epochs: int | None, info: ValidationInfo) -> int | None:
+        check_alone("train", epochs, info, beside="steps")
+        return epochs
+
+    @field_validator("sample_prompts")
+    @classmethod
+    def _check_samples(cls, prompts: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if bool(prompts) != bool(info.data.get("sample_every", prompts)):
+            raise contradiction(
+                "samples of text need both how often and of what: set train.sample_every=100 and "
+                "train.sample_prompts='[Once upon a time]', or neither"
+            )
+        return prompts
+
     @property
     def num_steps(self) -> int:
         """Number of optimizer steps once epochs are counted in steps."""
@@ -212,6 +210,24 @@ class Config(SeedSetting):
     plan: PlanConfig = PlanConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
+
+    @field_validator("train")
+    @classmethod
+    def _check_validates(cls, train: TrainConfig, info: ValidationInfo) -> TrainConfig:
+        data, plan = info.data.get("data"), info.data.get("plan")
+        wanted = {"validate_every": train.validate_every, "patience": train.patience}
+        asking = [f"train.{name}={value}" for name, value in wanted.items() if value]
+        if asking and data is not None and not data.validation and data.validation_share is None:
+            raise contradiction(
+                f"{asking[0]} needs something to validate on; set data.validation to an index, or "
+                "data.validation_share to the share of the corpus that is held out, such as 0.05"
+            )
+        if train.epochs is not None and plan is not None and plan.form_batches:
+            raise contradiction(
+                f"train.epochs={train.epochs}: with plan.form_batches, groups decide how many steps an epoch takes, "
+                "and batches may hold sequences of two epochs; set train.steps"
+            )
+        return train
 
     def save(self, path: Path) -> None:
         """Write the resolved tree as YAML, whole or not at all."""
@@ -327,5 +343,7 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         if ours := setting_of(key) or _same_name_elsewhere(str(location[-1])):
             return f"  {key}: unknown key; did you mean {ours}?"
         return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
+    if kind == CONTRADICTION:
+        return f"  {message}"
     message = message.removeprefix("Value error, ")
     return with_nearest(f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}", value)

@@ -165,13 +165,8 @@ def open_validation(config: DataConfig) -> Corpus | None:
     """The validation set of a configuration; None if it names none.
 
     Raises:
-        InputError: it is named twice, cannot be used, or has other tokens than the corpus that is trained on.
+        InputError: it cannot be used, or has other tokens than the corpus that is trained on.
     """
-    if config.validation and config.validation_share is not None:
-        raise InputError(
-            f"data.validation={config.validation} and data.validation_share={config.validation_share:g} are both set; "
-            "leave one of them out"
-        )
     if config.validation_share is not None:
         parts = config.mixture or (PartConfig(index=config.index),)
         return Corpus(parts=tuple(_held_out(config, part) for part in parts), is_mixture=bool(config.mixture))
@@ -190,8 +185,6 @@ def _held_out(config: DataConfig, part: PartConfig) -> CorpusPart:
 
 
 def _open_mixture(config: DataConfig) -> Corpus:
-    if config.index:
-        raise InputError(f"data.index={config.index} and data.mixture are both set; make the index a part, or leave it")
     names = [part.name or _name(part.index) for part in config.mixture]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise InputError(f"{names.count(twice[0])} parts of data.mixture are called {twice[0]}; give each its own name")

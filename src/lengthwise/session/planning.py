@@ -71,40 +71,20 @@ def batch_stream(config: Config, corpus: Corpus, problem: PlanningProblem) -> Ba
 
 
 def with_steps(config: Config, sampler: Sampler) -> Config:
-    """The configuration with ``train.epochs`` counted in steps of ``sampler``.
-
-    Raises:
-        InputError: steps are set too, or their number depends on how batches are formed.
-    """
+    """The configuration with ``train.epochs`` counted in steps of ``sampler``."""
     train = config.train
     if train.epochs is None:
         return config
-    if train.steps is not None:
-        raise InputError(
-            f"train.steps={train.steps} and train.epochs={train.epochs} are both set; leave one of them out, or set it "
-            "to null where a file has it"
-        )
-    if config.plan.form_batches:
-        raise InputError(
-            f"train.epochs={train.epochs}: with plan.form_batches, groups decide how many steps an epoch takes, and "
-            "batches may hold sequences of two epochs; set train.steps"
-        )
     steps = sampler.num_batches(train.epochs)
     return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
 
 
 def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Selection | None = None) -> Sampler:
-    """The sampler of sequences of ``lengths`` in a given order.
-
-    Raises:
-        InputError: budgets are contradictory.
-    """
+    """The sampler of sequences of ``lengths`` in a given order."""
     data = config.data
     tokens = data.tokens_per_step
     if tokens is None and data.sequences_per_step is None:
         tokens = DEFAULT_TOKENS_PER_STEP
-    if data.count_padding and data.sequences_per_step is not None:
-        raise InputError("data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out")
     padded = Budget(tokens=tokens, padded=True) if data.count_padding else None
     return Sampler(
         lengths,

@@ -22,17 +22,11 @@ def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec | StockModel) 
     """How the run samples text; None if it does not.
 
     Raises:
-        InputError: only one of train.sample_every and train.sample_prompts is set, the model predicts no next token, no
-            tokenizer is known, or a prompt has no tokens or too many.
+        InputError: the model predicts no next token, no tokenizer is known, or a prompt has no tokens or too many.
     """
     train = config.train
-    if not train.sample_every and not train.sample_prompts:
+    if not train.sample_every:
         return None
-    if not train.sample_every or not train.sample_prompts:
-        raise InputError(
-            "samples of text need both how often and of what: set train.sample_every=100 and "
-            "train.sample_prompts='[Once upon a time]', or neither"
-        )
     if not spec.causal:
         raise InputError(
             f"model {spec.name} predicts hidden tokens, so it continues no text; leave out train.sample_every"

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.run_config import Config, ModelConfig
+from lengthwise.config.model_config import NOT_OF_A_FOLDER
+from lengthwise.config.run_config import Config
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, missing_package
 from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
@@ -20,8 +21,6 @@ from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
 from lengthwise.session.planning_args import check_positions
 
-_NOT_OF_A_FOLDER = "is for presets; a model of model.hf is as its config.json says"
-
 
 def objective_of(config: Config) -> str:
     """What the configured model is trained to predict: hidden tokens or the next one."""
@@ -35,15 +34,8 @@ def hf_folder(config: Config) -> Path:
     """The folder that ``model.hf`` names.
 
     Raises:
-        InputError: there is none, or a preset or sizes of presets are set.
+        InputError: there is none.
     """
-    if sizes := [f"model.{name}={value}" for name, value in config.model.sizes.items()]:
-        raise InputError(f"{' and '.join(sizes)} {_NOT_OF_A_FOLDER}")
-    preset = config.model.preset
-    if preset != ModelConfig().preset:
-        raise InputError(
-            f"model.preset={preset} and model.hf={brief(config.model.hf)} are two models; leave one of them out"
-        )
     folder = Path(config.model.hf)
     if not folder.is_dir():
         raise InputError(
@@ -57,7 +49,7 @@ def hf_folder(config: Config) -> Path:
 def _check_vocabulary(config: Config, vocab_size: int) -> None:
     """Raise ``InputError`` if another number of token ids is set than a model of ``model.hf`` embeds."""
     if config.model.vocab_size not in (None, vocab_size):
-        raise InputError(f"model.vocab_size={config.model.vocab_size} {_NOT_OF_A_FOLDER}")
+        raise InputError(f"model.vocab_size={config.model.vocab_size} {NOT_OF_A_FOLDER}")
 
 
 def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = False) -> ModelSpec:

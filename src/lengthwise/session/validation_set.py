@@ -22,17 +22,10 @@ def validation_corpus(config: Config, spec: ModelSpec | StockModel) -> Corpus | 
     """The sequences that the run is validated on; None if it is not.
 
     Raises:
-        InputError: a setting asks for validation and there is nothing to validate on, or nothing that has a loss; or
-            the model cannot compute it.
+        InputError: nothing in it has a loss, or the model cannot compute it.
     """
     corpus = open_validation(config.data)
     if corpus is None:
-        train = {"validate_every": config.train.validate_every, "patience": config.train.patience}
-        if asked := [f"train.{name}={value}" for name, value in train.items() if value]:
-            raise InputError(
-                f"{asked[0]} needs something to validate on; set data.validation to an index, or data.validation_share "
-                "to the share of the corpus that is held out, such as 0.05"
-            )
         return None
     corpus.check_tokens()
     check_model_holds(spec, corpus, is_of_folder=bool(config.model.hf))
