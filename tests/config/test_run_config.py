@@ -180,6 +180,19 @@ def test_a_mistyped_word_is_told_the_nearest(override, word):
         load(None, [override])
 
 
+def test_whole_numbers_may_have_exponents(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("name: 1e3\ndata: {tokens_per_step: 1e6, max_length: 1.5e+3}\ntrain: {steps: 1e3}\nseed: 1E2\n")
+    config = load(path, ["train.checkpoint_every=15e1", "plan.max_degree=2e0"])
+    numbers = config.data.tokens_per_step, config.data.max_length, config.train.steps, config.train.checkpoint_every
+    assert numbers == (1_000_000, 1500, 1000, 150)
+    assert (config.seed, config.plan.max_degree, config.name) == (100, 2, "1e3")
+    for setting in ("data.tokens_per_step", "train.steps"):
+        for number in ("1.5e0", "1e-3", "1e3x", "1e99"):
+            with pytest.raises(InputError, match=setting):
+                load(None, [f"{setting}={number}"])
+
+
 def test_numbers_of_tokens_have_suffixes(tmp_path):
     (tmp_path / "config.yaml").write_text("data: {max_length: 32Ki}\n")
     config = load(tmp_path / "config.yaml", ["data.tokens_per_step=1.5M", "plan.max_tokens=64K"])

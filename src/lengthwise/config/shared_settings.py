@@ -1,7 +1,8 @@
 """Settings that configuration files and ``lengthwise.prepare`` have in common: one name, type, default and meaning."""
 
 import re
-from typing import Any, ClassVar, get_args
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -20,6 +21,7 @@ from lengthwise.config.choices import (
 )
 from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
 from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.core.wording import parse_tokens
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -43,6 +45,9 @@ class Settings(BaseModel):
             lines = text.split("\n") if isinstance(text, str) and info.field_name in cls.multiline else [text]
             if isinstance(text, str) and (len(text) > MAX_TEXT or any(map(_UNPRINTABLE.search, lines))):
                 raise ValueError(f"text has at most {MAX_TEXT:,} characters and no control characters")
+        if isinstance(value, str) and "e" in value.lower() and cls._takes_whole(info.field_name):
+            number = parse_tokens(value)  # 1e6, which is text to YAML
+            return value if number is None else number
         return value
 
     @classmethod
@@ -52,6 +57,13 @@ class Settings(BaseModel):
         if not words or not all(isinstance(word, str) for word in words):
             return "a number or text is needed"
         return f"one of {', '.join(map(repr, words))} is needed"
+
+    @classmethod
+    def _takes_whole(cls, name: str | None) -> bool:
+        """Whether a setting is a whole number, or none."""
+        kind = cls.model_fields[name].annotation if name is not None else None
+        parts = [get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(kind) or (kind,)]
+        return set(parts) - {NoneType} == {int}
 
     @classmethod
     def _takes_bool(cls, name: str | None) -> bool:

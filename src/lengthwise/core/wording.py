@@ -9,7 +9,7 @@ from fractions import Fraction
 GIB = 2**30
 MOST_SUGGESTED = 3
 """Names that a suggestion holds at most."""
-_TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMBT]?|[KM]i)", re.ASCII | re.IGNORECASE)
+_TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMBT]?|[KM]i|E\+?[0-9]{1,2})", re.ASCII | re.IGNORECASE)
 _QUOTED = re.compile(r"'([^']*)'")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20}
 _UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -49,12 +49,16 @@ def whole_number(text: str) -> int | None:
 
 
 def parse_tokens(text: str) -> int | None:
-    """The number of tokens in text such as 200000, 200K, 32Ki or 10B; None for any other text.
+    """The number of tokens in text such as 200000, 200K, 32Ki, 10B or 1e6; None for any other text.
 
     K, M, B and T are powers of a thousand; Ki and Mi of 1,024.
     """
     match = _TOKENS.fullmatch(text)
-    number = Fraction(match[1]) * _SUFFIXES[match[2].upper()] if match else Fraction(1, 2)
+    if match is None:
+        return None
+    suffix = match[2].upper()
+    scale = 10 ** int(suffix[1:]) if suffix.startswith("E") else _SUFFIXES[suffix]
+    number = Fraction(match[1]) * scale
     return int(number) if number.denominator == 1 else None
 
 

@@ -212,7 +212,7 @@ def test_gaps_of_a_table_are_to_one_bound(cli, lengths):
 
 
 def test_a_sweep_is_one_table_with_a_row_a_size(cli, lengths, tmp_path):
-    given = ["--gpus", "2,4", "--tokens-per-step", "10K,0.02M", "--network", "100,400", "--policies", "static,auto"]
+    given = ["--gpus", "2,4", "--tokens-per-step", "1e4,0.02M", "--network", "100,400", "--policies", "static,auto"]
     given += ["--steps", 1, "--devices-per-node", 2]
     document = compare(cli, lengths, *given, "--html", tmp_path / "page.html")
     sizes = [(one["gpus"], one["network_gbit_per_s"], one["token_budget"]) for one in document["clusters"]]
