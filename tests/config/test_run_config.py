@@ -162,6 +162,21 @@ def test_contradictions_of_all_sections_are_named_at_once():
     assert str(refused.value).startswith("the configuration has 3 errors:\n")
 
 
+def test_a_file_is_not_blamed_for_overrides(tmp_path):
+    path = tmp_path / "config.yaml"
+    for text, overrides, beginning in (
+        ("train: {steps: 3}", ["optim.nme=sgd"], "the configuration has an error:"),
+        ("train: {steps: 3}", ["train.epochs=2"], "the configuration has an error:"),
+        ("train: {steps: -3}", ["train.steps=3", "optim.nme=sgd"], "the configuration has an error:"),
+        ("optim: {nme: sgd}", ["train.steps=3"], f"{path}: the configuration has an error:"),
+        ("optim: {nme: sgd}", ["train.steps=-3"], f"{path} and the overrides: the configuration has 2 errors:"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError) as refused:
+            load(path, overrides)
+        assert str(refused.value).splitlines()[0] == beginning
+
+
 def test_configurations_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Config().seed = 3

@@ -1,5 +1,6 @@
 """Every setting of a run as one tree: loaded from YAML, overridden by dotted keys, checked at once, saved resolved."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -241,10 +242,13 @@ def load(path: Path | None, overrides: list[str]) -> Config:
         InputError: the file is missing or not YAML, or any key or value is wrong; all of them are named at once.
     """
     tree = {} if path is None else _read(path)
+    of_file = deepcopy(tree)
     mistakes = [mistake for override in overrides if (mistake := _apply(tree, override))]
     if mistakes:
-        raise InputError(_headline(mistakes) + "\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
-    config = _checked(tree, path)
+        raise InputError(_listed([f"  {mistake}" for mistake in mistakes]))
+    config = _validated(tree)
+    if not isinstance(config, Config):
+        raise InputError(_blamed(path, of_file, config) + _listed(config))
     if is_label(config.plan.policy) and f"plan.policy={config.plan.policy}" not in overrides:
         raise InputError(
             f"{path}: plan.policy={config.plan.policy} is code that a file names; if you trust it, say so by giving "
@@ -259,14 +263,19 @@ def load_saved(path: Path) -> Config:
     Raises:
         InputError: the file is missing, or no configuration.
     """
-    return _checked(_read(path), path)
-
-
-def _checked(tree: dict[str, Any], path: Path | None) -> Config:
     try:
-        return check(tree)
+        return check(_read(path))
     except InputError as error:
-        raise InputError(f"{path}: {error}" if path is not None else str(error)) from None
+        raise InputError(f"{path}: {error}") from None
+
+
+def _blamed(path: Path | None, of_file: dict[str, Any], lines: list[str]) -> str:
+    """What a message begins with whose ``lines`` are of a file, of overrides or of both."""
+    config = _validated(of_file)
+    alone = set() if path is None or isinstance(config, Config) else {*lines} & {*config}
+    if not alone:
+        return ""
+    return f"{path}: " if alone == {*lines} else f"{path} and the overrides: "
 
 
 def check(tree: dict[str, Any]) -> Config:
@@ -275,11 +284,18 @@ def check(tree: dict[str, Any]) -> Config:
     Raises:
         InputError: naming every wrong key and value at once, with the nearest known key.
     """
+    config = _validated(tree)
+    if not isinstance(config, Config):
+        raise InputError(_listed(config))
+    return config
+
+
+def _validated(tree: dict[str, Any]) -> Config | list[str]:
+    """The configuration of a tree, or a line for everything that is wrong with it."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item["loc"], item["type"], item["msg"], item["input"]) for item in error.errors()]
-        raise InputError(_headline(lines) + "\n" + "\n".join(lines)) from None
+        return [_explain(item["loc"], item["type"], item["msg"], item["input"]) for item in error.errors()]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -299,8 +315,9 @@ def _read(path: Path) -> dict[str, Any]:
     return {key: value for key, value in (tree or {}).items() if (key, value) != ("schema_version", 1)}
 
 
-def _headline(lines: list[str]) -> str:
-    return "the configuration has " + ("an error:" if len(lines) == 1 else f"{len(lines)} errors:")
+def _listed(lines: list[str]) -> str:
+    headline = "the configuration has " + ("an error:" if len(lines) == 1 else f"{len(lines)} errors:")
+    return "\n".join([headline, *lines])
 
 
 def _apply(tree: dict[str, Any], override: str) -> str:
