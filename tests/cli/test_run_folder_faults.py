@@ -205,6 +205,19 @@ def test_a_resumed_run_is_not_moved_or_renamed_by_its_configuration_alone(cli, c
     assert f"error: {override}: --resume goes on in" in refusal(cli, "train", "--resume", copied, override)
 
 
+def test_a_run_resumed_from_another_folder_says_where_it_was_started(cli, corpus, copied, tmp_path, monkeypatch):
+    file = copied / "provenance.json"
+    document = json.loads(file.read_text())
+    assert document["starts"][-1]["folder"] == str(Path.cwd())
+    document["starts"][-1]["folder"] = str(corpus.parent)
+    file.write_text(json.dumps(document))
+    monkeypatch.chdir(tmp_path)
+    for setting in ("data.index", "data.validation", "plan.profile"):
+        told = refusal(cli, "train", "--resume", copied, f"{setting}={corpus.name}")
+        assert f"{setting}: no {corpus.name} in the current folder, {tmp_path}; the run was started in" in told
+        assert f"go there (cd {corpus.parent}), or give {setting}={corpus}" in told
+
+
 def test_a_resumed_run_of_which_nothing_is_left_keeps_its_record(copied):
     before = {name: (copied / name).read_bytes() for name in ("config.yaml", "provenance.json", "metrics.jsonl")}
     kept = [f"run_folder={copied}", "name=run"]

@@ -1,10 +1,12 @@
 """What a resume that is refused leaves of a run: everything, and status.json says how the run ended before."""
 
 from contextlib import suppress
+from pathlib import Path
 
 from lengthwise.cli.claim import another_run_holds
 from lengthwise.cli.restart import FAILED, STATUS, read_status
 from lengthwise.config.run_config import Config
+from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.data.sampler import Sampler
@@ -26,6 +28,29 @@ def check_settings(config: Config, sampler: Sampler, folder: RunFolder) -> None:
     forms_batches = "held" in state
     if forms_batches == config.plan.form_batches:
         sampler.load_state_dict(state["stream"] if forms_batches else state)
+
+
+def check_paths(config: Config, folder: RunFolder) -> None:
+    """Raise ``InputError`` if a relative path of a run's settings leads nowhere here, and did where it was started.
+
+    A run whose last start took down no folder is let pass: what is missing is named when it is opened.
+    """
+    data, model, plan = config.data, config.model, config.plan
+    paths = {
+        "data.index": data.index, "data.validation": data.validation, "model.hf": model.hf, "plan.file": plan.file,
+        "plan.profile": plan.profile, **{f"part {part.index} of data.mixture": part.index for part in data.mixture},
+    }  # fmt: skip
+    try:
+        started_in = Path(folder.read_json(PROVENANCE)["starts"][-1]["folder"])
+    except (ValueError, LookupError, TypeError, InputError):
+        return
+    for name, path in paths.items():
+        if path and not Path(path).exists() and (started_in / path).exists():
+            way_out = "" if name.startswith("part ") else f", or give {name}={shell_word(started_in / path)}"
+            raise InputError(
+                f"{name}: no {path} in the current folder, {Path.cwd()}; the run was started in {started_in}, which "
+                f"has it: go there (cd {shell_word(started_in)}){way_out}"
+            )
 
 
 class EarlierStatus:

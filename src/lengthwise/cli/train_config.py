@@ -20,7 +20,7 @@ from lengthwise.cli.launch import (
     prefer_expandable_segments,
     torchrun,
 )
-from lengthwise.cli.refused_resume import EarlierStatus, check_settings
+from lengthwise.cli.refused_resume import EarlierStatus, check_paths, check_settings
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
@@ -104,7 +104,8 @@ def _load_of(folder: Path, overrides: Sequence[str]) -> Config:
     """The configuration of a run that is resumed, changed by ``overrides``.
 
     Raises:
-        InputError: an override is wrong, or names another place or name for the run, which has its folder.
+        InputError: an override is wrong, or names another place or name for the run, which has its folder; or a path
+            leads nowhere from this folder.
     """
     config, saved = load(folder / "config.yaml", list(overrides)), load_saved(folder / "config.yaml")
     for key in {override.partition("=")[0].strip() for override in overrides} & {"run_folder", "output", "name"}:
@@ -115,6 +116,7 @@ def _load_of(folder: Path, overrides: Sequence[str]) -> Config:
                 f"{key}={value}: --resume goes on in {shown(folder)}, whose place and name stay; leave {key} out, "
                 f"or go on in a copy: cp -r {shell_word(folder)} COPY; lengthwise train --resume COPY"
             )
+    check_paths(config, RunFolder(folder))
     return config
 
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: version, commit, date, machine, software and command line of each start."""
+"""Where a run's numbers come from: version, commit, date, machine, software, command line and folder of each start."""
 
 import platform
 import shlex
@@ -45,6 +45,7 @@ def _start(cluster: ClusterSpec) -> dict[str, Any]:
     on_gpu = cluster.device.name != "cpu"
     return {
         **provenance(),
+        "folder": str(Path.cwd()),
         "num_ranks": cluster.num_devices,
         "device": cluster.device.name,
         "device_memory_bytes": cluster.device.memory_bytes if on_gpu else None,
