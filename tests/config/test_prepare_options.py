@@ -21,6 +21,14 @@ def test_every_mistake_is_named_at_once_with_the_nearest_name():
     assert "weight_decay: Input should be greater than or equal to 0" in message
 
 
+def test_a_number_out_of_range_is_not_told_to_be_a_function():
+    with pytest.raises(InputError) as refused:
+        read_options({"lr": -1})
+    assert str(refused.value).splitlines()[1:] == ["  lr: Input should be greater than 0"]
+    with pytest.raises(InputError, match="loss: Input should be callable"):
+        read_options({"loss": 3})
+
+
 def test_options_that_contradict_each_other_are_refused():
     with pytest.raises(InputError, match="form_batches: the policy auto takes batches as they come"):
         read_options({"form_batches": True, "policy": "auto"})

@@ -6,6 +6,7 @@ from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.run_config import Config, check, load, load_saved
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_yaml import parse_yaml
+from lengthwise.core.wording import nearest, with_nearest
 
 
 def test_saved_configurations_load_as_they_were(tmp_path):
@@ -175,6 +176,28 @@ def test_a_file_is_not_blamed_for_overrides(tmp_path):
         with pytest.raises(InputError) as refused:
             load(path, overrides)
         assert str(refused.value).splitlines()[0] == beginning
+
+
+def test_an_empty_section_is_its_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("train:\ndata:\n")
+    assert load(path, []) == Config()
+    assert load(path, ["train.steps=3"]).train.steps == 3
+
+
+def test_what_a_section_is_and_how_it_is_nested_is_told():
+    with pytest.raises(InputError) as refused:
+        check({"train.steps": 4, "model": 5})
+    assert str(refused.value).splitlines()[1:] == [
+        "  model: its settings stand below it, as name: value, not 5",
+        "  train.steps: unknown key; nest it, as in train: {steps: 4}",
+    ]
+
+
+def test_names_are_suggested_whatever_their_capitals():
+    assert nearest("h100", ["H100-80GB", "A100-40GB"]) == "did you mean H100-80GB?"
+    assert nearest("LAMA-7B", ["llama-7b"]) == "did you mean llama-7b?"
+    assert with_nearest("one of 'auto', 'static'", "AUTO") == "one of 'auto', 'static'; did you mean auto?"
 
 
 def test_configurations_are_frozen():

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -28,6 +29,13 @@ def test_the_file_behind_a_link_is_replaced(tmp_path, write):
         write(link, text)
         assert link.is_symlink() and target.read_text() == text
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "link", "target"]
+
+
+def test_a_hyphen_names_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="--html - names no file, and this is not written to stdout"):
+        check_place(Path("-"), "--html")
+    assert not [*tmp_path.iterdir()]
 
 
 @both_writers

@@ -253,6 +253,10 @@ class PrepareOptions(
         return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
 
 
+_NOT_CALLABLE = "callable_type"
+"""The error of a value that is no function, which says nothing of options that may be something else too."""
+
+
 def _suggestion(name: str) -> str:
     """The option that another trainer's name means, or the nearest."""
     ours = SETTING_OF.get(name, "").rpartition(".")[2]
@@ -274,10 +278,13 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
     try:
         options = PrepareOptions(**known_options)
     except ValidationError as error:
+        mistakes = error.errors()
+        more_said = {mistake["loc"][:1] for mistake in mistakes if mistake["type"] != _NOT_CALLABLE}
         problems += [
             f"{'.'.join(map(str, mistake['loc'][:1]))}: "
             + with_nearest(mistake["msg"].removeprefix("Value error, "), mistake["input"])
-            for mistake in error.errors()
+            for mistake in mistakes
+            if mistake["type"] != _NOT_CALLABLE or mistake["loc"][:1] not in more_said
         ]
     if problems:
         raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))

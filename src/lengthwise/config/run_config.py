@@ -292,8 +292,9 @@ def check(tree: dict[str, Any]) -> Config:
 
 def _validated(tree: dict[str, Any]) -> Config | list[str]:
     """The configuration of a tree, or a line for everything that is wrong with it."""
+    sections = {name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")}
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate({k: value for k, value in tree.items() if value is not None or k not in sections})
     except ValidationError as error:
         return [_explain(item["loc"], item["type"], item["msg"], item["input"]) for item in error.errors()]
 
@@ -328,7 +329,7 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     *sections, leaf = key.split(".")
     node = tree
     for section in sections:
-        child = node.setdefault(section, {})
+        child = node[section] = {} if node.get(section) is None else node[section]
         if not isinstance(child, dict):
             return f"override {brief(override)}: {brief(section)} is a value, not a section"
         node = child
@@ -356,11 +357,16 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         section: Any = Config
         for part in location[:-1]:
             section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
+        name, dot, leaf = str(location[-1]).partition(".")
+        if dot and leaf in getattr(getattr(section.model_fields.get(name), "annotation", None), "model_fields", ()):
+            return f"  {key}: unknown key; nest it, as in {name}: {{{leaf}: {brief(value)}}}"
         prefix = "".join(f"{part}." for part in location[:-1])
         if ours := setting_of(key) or _same_name_elsewhere(str(location[-1])):
             return f"  {key}: unknown key; did you mean {ours}?"
         return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
     if kind == CONTRADICTION:
         return f"  {message}"
+    if kind == "model_type":
+        return f"  {key}: its settings stand below it, as name: value, not {brief(value)}"
     message = message.removeprefix("Value error, ")
     return with_nearest(f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}", value)

@@ -65,13 +65,19 @@ def parse_tokens(text: str) -> int | None:
 def with_nearest(message: str, mistyped: object) -> str:
     """A message about a mistyped word, with the nearest of the words that it quotes if one is close."""
     words = [word for word in _QUOTED.findall(message) if word != mistyped]
-    close = get_close_matches(mistyped[:200], words, n=1) if isinstance(mistyped, str) else []
+    close = _closest(mistyped, words) if isinstance(mistyped, str) else []
     return f"{message.rstrip('.')}; did you mean {close[0]}?" if close else message
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """A clause that suggests the known names that go on from a name, or the one closest to it, or lists them all."""
     names = sorted(names)
-    longer = [full_name for full_name in names if full_name.startswith(f"{name}-")]
-    close = longer if 0 < len(longer) <= MOST_SUGGESTED else get_close_matches(name[:200], names, n=1)
+    longer = [full_name for full_name in names if full_name.lower().startswith(f"{name.lower()}-")]
+    close = longer if 0 < len(longer) <= MOST_SUGGESTED else _closest(name, names)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+
+
+def _closest(name: str, names: list[str]) -> list[str]:
+    """The name that is closest to another, in capitals or not; none if none is close."""
+    by_lower = {name.lower(): name for name in names}
+    return [by_lower[close] for close in get_close_matches(name[:200].lower(), by_lower, n=1)]

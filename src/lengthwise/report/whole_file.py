@@ -15,6 +15,8 @@ def check_place(path: Path | None, option: str) -> None:
     """Raise ``InputError`` if no file can be at ``path``: before the work, so that none is done in vain."""
     if path is None:
         return
+    if path == Path("-"):
+        raise InputError(f"{option} - names no file, and this is not written to stdout; give the name of a file")
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder; give the name of a file in it")
     if is_stream(path):
