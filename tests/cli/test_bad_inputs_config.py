@@ -110,7 +110,7 @@ FILES = {
     "half a surrogate": ('name: "\\ud800"\n', "control characters"),
     "a section as value": ("train: 7\n", "train"),
     "a value as section": ("seed: {a: 1}\n", "seed"),
-    "null everywhere": ("data: ~\ntrain: ~\n", "2 errors"),
+    "null everywhere": ("seed: ~\nname: ~\n", "2 errors"),
     "keys of another program": ("learning_rate: 1\nbatch_size: 2\n", "2 errors"),
 }
 

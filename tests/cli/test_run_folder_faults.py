@@ -213,9 +213,9 @@ def test_a_run_resumed_from_another_folder_says_where_it_was_started(cli, corpus
     file.write_text(json.dumps(document))
     monkeypatch.chdir(tmp_path)
     for setting in ("data.index", "data.validation", "plan.profile"):
-        told = refusal(cli, "train", "--resume", copied, f"{setting}={corpus.name}")
-        assert f"{setting}: no {corpus.name} in the current folder, {tmp_path}; the run was started in" in told
-        assert f"go there (cd {corpus.parent}), or give {setting}={corpus}" in told
+        message = refusal(cli, "train", "--resume", copied, f"{setting}={corpus.name}")
+        assert f"{setting}: no {corpus.name} in the current folder, {tmp_path}; the run was started in" in message
+        assert f"go there (cd {corpus.parent}), or give {setting}={corpus}" in message
 
 
 def test_a_resumed_run_of_which_nothing_is_left_keeps_its_record(copied):
