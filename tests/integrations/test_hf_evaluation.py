@@ -14,14 +14,25 @@ SMOOTHED = 1e-6
 
 @pytest.mark.parametrize("kind", evaluations.KINDS)
 def test_an_evaluation_on_several_ranks_has_the_loss_of_transformers_on_one(kind, ranks, tmp_path):
-    tolerance = SMOOTHED if kind == "label smoothing" else EXACT
+    for rows_per_batch in (2,) if kind == "trained" else (2, 3):
+        assert_evaluates_as_stock(kind, rows_per_batch, ranks, (3,) if rows_per_batch == 2 else (1, 2), tmp_path)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", evaluations.KINDS)
+def test_an_evaluation_in_batches_of_any_size_has_the_loss_of_transformers_on_one(kind, ranks, tmp_path):
     for rows_per_batch in (1, 2, 3):
-        stock = evaluations.evaluated(tmp_path, kind, rows_per_batch, stock=True)
-        assert stock["eval_loss"] > 0
-        for num_ranks in (1, 2, 3):
-            for metrics in ranks(num_ranks).run(evaluations.evaluated, tmp_path, kind, rows_per_batch):
-                words = f"{num_ranks} ranks, batches of {rows_per_batch}"
-                assert metrics == pytest.approx(stock, rel=tolerance), words
+        assert_evaluates_as_stock(kind, rows_per_batch, ranks, (1, 2, 3), tmp_path)
+
+
+def assert_evaluates_as_stock(kind, rows_per_batch, ranks, numbers_of_ranks, folder):
+    tolerance = SMOOTHED if kind == "label smoothing" else EXACT
+    stock = evaluations.evaluated(folder, kind, rows_per_batch, stock=True)
+    assert stock["eval_loss"] > 0
+    for num_ranks in numbers_of_ranks:
+        for metrics in ranks(num_ranks).run(evaluations.evaluated, folder, kind, rows_per_batch):
+            words = f"{num_ranks} ranks, batches of {rows_per_batch}"
+            assert metrics == pytest.approx(stock, rel=tolerance), words
 
 
 WORSE = {"learning_rate": 100.0, "max_steps": 3, "gradient_accumulation_steps": 2}
@@ -33,7 +44,9 @@ class Stream(IterableDataset):
         yield from ({"input_ids": [1, 2, 3, row], "labels": [1, 2, 3, row]} for row in range(4))
 
 
-@pytest.mark.parametrize("evaluated", ["as transformers", "by an override", "as a stream"])
+@pytest.mark.parametrize(
+    "evaluated", ["as transformers", pytest.param("by an override", marks=pytest.mark.deep), "as a stream"]
+)
 def test_a_resume_on_other_ranks_goes_on_with_the_best_loss_only_where_it_can_be_compared(
     evaluated, ranks, tmp_path, caplog
 ):

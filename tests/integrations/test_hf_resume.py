@@ -71,7 +71,10 @@ def test_a_schedule_that_nobody_changed_goes_on_to_the_bit_and_in_silence(whole,
         np.testing.assert_array_equal(trainers.weights_of(found.model)[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("words", CHANGES)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=[pytest.mark.deep] * (number in (1, 3))) for number, words in enumerate(CHANGES)],
+)
 def test_a_schedule_that_the_arguments_change_counts_from_the_next_step(words, whole, tmp_path, caplog):
     folder, _ = whole
     with caplog.at_level(logging.WARNING, "lengthwise"):

@@ -36,13 +36,15 @@ def _batches(way):
     return [[units[i] for i in sorted(batch.ids)] for batch in batches]
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
-def test_units_of_any_number_of_members_train_what_a_plain_loop_trains(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "ways"), [(3, WAYS[3:]), *(pytest.param(n, WAYS, marks=pytest.mark.deep) for n in (1, 3))]
+)
+def test_units_of_any_number_of_members_train_what_a_plain_loop_trains(ranks, num_ranks, ways):
     tight = {"cost": SimpleCost(capacity=200 // num_ranks), "recompute": "none"}
-    alone = [train_alone(way["coupled"], _batches(way)) for way in WAYS]
+    alone = [train_alone(way["coupled"], _batches(way)) for way in ways]
     model = models.gpt()
-    for trained in ranks(num_ranks).run(train, [way | tight for way in WAYS]):
-        for way, expected, (losses, degrees, is_apart, weights, scored) in zip(WAYS, alone, trained, strict=True):
+    for trained in ranks(num_ranks).run(train, [way | tight for way in ways]):
+        for way, expected, (losses, degrees, is_apart, weights, scored) in zip(ways, alone, trained, strict=True):
             np.testing.assert_allclose(losses, expected[0], rtol=EXACT, err_msg=str(way))
             assert_equal_weights(weights, expected[1])
             assert num_ranks == 1 or max(degrees) > 1 or is_apart, way
