@@ -31,13 +31,13 @@ def _forget_modules() -> Iterator[None]:
     """Half a million objects, which would slow every later garbage collection."""
     yield
     modules.cache_clear()
+    calls.cache_clear()
 
 
-def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+@cache
+def calls(tree: ast.Module) -> list[tuple[str, ast.Call]]:
     """Every call with the dotted name of what is called."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -31,7 +31,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "compare": ("--steps", "1", "--policies", "static,packed", "--tokens-per-step", "100000"),
     "index": ("--workers", "1"),
     "plan": ("plan.policy=static", "plan.profile=", "--steps", "2"),
-    "simulate": ("--steps", "2"),
+    "simulate": ("--steps", "1"),
     "report": (),
 }
 """Commands that run here, and what makes them quick; all others need ranks or a checkpoint, and are parsed."""

@@ -34,7 +34,7 @@ def stock(tmp_path_factory):
 
 def test_one_process_trains_what_transformers_trains(stock, tmp_path):
     options, log, weights = stock
-    found = train(tmp_path, options)
+    found = train(tmp_path, options, lengthwise=trainers.planned(check=True))
     assert_equal_weights(trainers.weights_of(found.model), weights)
     assert_equal_logs(found.state.log_history, log, 1e-6)
     assert found.state.log_history[-1].keys() == log[-1].keys()
@@ -43,7 +43,7 @@ def test_one_process_trains_what_transformers_trains(stock, tmp_path):
     assert "forward" not in vars(found.model), "the model is given back"
 
 
-IN_STAGES = {"max_degree": 1, "policy": "static", "cost": StagesFitMore(capacity=32)}
+IN_STAGES = {"check": True, "max_degree": 1, "policy": "static", "cost": StagesFitMore(capacity=32)}
 """The longest rows, of 40 tokens, fit stages alone."""
 
 
@@ -106,12 +106,21 @@ def test_callbacks_evaluation_and_the_best_model_are_as_in_transformers(tmp_path
     assert best[False][2] == pytest.approx(best[True][2], rel=1e-6)
 
 
-def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks, tmp_path):
-    names = list(trainers.EVENTS)
+SOME_EVENTS = ("as a callback asks", "before and after", "gone on")
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (SOME_EVENTS, ["as a callback asks"]),
+        pytest.param(tuple(trainers.EVENTS), ["as a callback asks", "until it is worse"], marks=pytest.mark.deep),
+    ],
+    ids=["some", "all"],
+)
+def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks, tmp_path, names, shared):
     expected = {name: trainers.events_of(tmp_path / "stock" / name, name, stock=True) for name in names}
     for name in names:
         assert trainers.events_of(tmp_path / "one" / name, name, stock=False) == expected[name], name
-    shared = ["as a callback asks", "until it is worse"]
     for found in ranks(2).run(trainers.all_events_of, tmp_path / "two", shared):
         for name in shared:
             of_one = [
@@ -123,7 +132,7 @@ def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks
 
 
 def test_what_one_of_two_ranks_asks_for_at_any_event_both_do_as_one_rank_does(ranks, tmp_path):
-    expected = ranks(1).run(trainers.events_by_wish, tmp_path / "one", 1)[0]
+    expected = trainers.events_by_wish(tmp_path / "one", 1)
     assert [events[-1][1] for events in expected] == [2, 2, 1, 0], "the steps at which they stop"
     assert expected[0].count(("on_evaluate", 1)) == expected[0].count(("on_save", 1)) == 1
     for events in ranks(2).run(trainers.events_by_wish, tmp_path / "two", 2):

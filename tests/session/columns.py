@@ -9,7 +9,7 @@ from tests.session import models
 
 LR = 0.5
 OPTIONS = {"memory_gib": 40, "sequences_per_step": 64, "steps": 1, "lr": LR, "optimizer": "sgd", "clip_norm": 0.0}
-OPTIONS |= {"weight_decay": 0.0, "device": "cpu", "verbose": False, "policy": "dcp-intra"}
+OPTIONS |= {"weight_decay": 0.0, "device": "cpu", "verbose": False, "policy": "dcp-intra", "check": False}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 
 

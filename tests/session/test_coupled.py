@@ -37,8 +37,8 @@ WAYS = (
 )
 
 
-SOME_WAYS = (*WAYS[:2], WAYS[3])
-"""Forwards that keep nothing, scaled and static, are those of a loss that reads parameters, below."""
+SOME_WAYS = WAYS[1::2]
+"""Forwards that keep all or nothing, scaled and static, are those of a loss that reads parameters, below."""
 
 
 @pytest.mark.parametrize(

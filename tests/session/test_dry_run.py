@@ -97,8 +97,8 @@ def documents():
         "alone, state on host": run_of(ALONE, 0, config=ON_HOST),
         "offloaded": run_of(OFFLOADED, 0),
         "large": run_of(TWO_LARGE, 0, 1, model=LARGE),
-        "two nodes": run_of(TWO_NODES, 0, 7, model=DEEP, nodes=2),
-        "one node": run_of(TWO_NODES, 0, 7, model=DEEP),
+        "two nodes": run_of(TWO_NODES, 0, model=DEEP, nodes=2),
+        "one node": run_of(TWO_NODES, 7, model=DEEP),
         "float32": run_of(LONG, 0, model=FEW_KV_HEADS, config=IN_FLOAT32),
         "float32, shared": run_of(HETEROGENEOUS, 0, config=IN_FLOAT32),
     }

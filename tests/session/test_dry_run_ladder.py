@@ -50,7 +50,7 @@ SETTINGS = {
 }
 TOKENS_OF = {"grouped queries, ulysses_z": 2 * TOKENS}
 """Where weights are gathered, sums over two tiles of a rank are not all in float32 when tiles are fullest."""
-FEW = {"recompute, offload, tiles", "selective", "groups, recompute, offload, tiles"}
+FEW = {"selective", "groups, recompute, offload, tiles"}
 """Rungs that are counted in every run of the tests; all others in deep ones."""
 
 
@@ -91,5 +91,5 @@ def ratios_of(setting, rungs):
 )
 def test_peaks_of_every_rung_are_within_two_percent_of_the_closed_forms(setting, rungs):
     ratios = ratios_of(setting, rungs)
-    assert len(ratios) >= 3
+    assert len(ratios) >= len(FEW)
     assert all(abs(ratio - 1) <= WITHIN for ratio in ratios.values()), ratios

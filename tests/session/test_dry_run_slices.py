@@ -15,7 +15,7 @@ from lengthwise.plan.space.candidate import make_candidates
 from lengthwise.plan.space.sliced_packs import cut_pack
 from lengthwise.session.dry_run import PlanToRun, dry_run_plans
 
-TOKENS, SLICES = 32_768, 4
+TOKENS, SLICES = 32_768, 3
 MODEL = replace(model_preset("llama-7b"), num_layers=2)
 CLUSTER = cluster_preset("1x4xH100-80GB")
 

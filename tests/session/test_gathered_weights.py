@@ -53,7 +53,7 @@ def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, nu
 def test_a_run_and_an_average_of_its_weights_go_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "steps"}
     found = []
-    for num_ranks, weights, last in ((3, "by-layer", 2), (2, "whole", 3), (4, "by-layer", STEPS)):
+    for num_ranks, weights, last in ((3, "by-layer", 1), (2, "whole", 2), (3, "by-layer", STEPS)):
         losses, averages = ranks(num_ranks).run(
             train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": weights}, decay=0.75
         )[0]
@@ -109,9 +109,9 @@ def train_and_count(weights):
 
 
 def test_between_steps_a_rank_holds_its_share_of_the_state_and_nothing_else(ranks):
-    (by_layer, weights), *_ = ranks(4).run(train_and_count, "by-layer")
+    (by_layer, weights), *_ = ranks(3).run(train_and_count, "by-layer")
     (whole, _), *_ = ranks(2).run(train_and_count, "whole")
-    assert by_layer <= 1.1 * 4 * weights / 4
+    assert by_layer <= 1.1 * 4 * weights / 3
     assert whole >= 2 * weights + 4 * weights / 2, "weights and gradients whole, a share of the rest"
 
 
@@ -251,7 +251,7 @@ def test_a_frozen_model_with_adapters_trains_as_on_one_device_and_goes_on_with_o
     losses, weights = loop_on_one_device(make=models.adapted_gpt)
     options = {name: value for name, value in OPTIONS.items() if name != "steps"} | {"recompute": recompute}
     found = []
-    for num_ranks, placement, last in ((3, "by-layer", 2), (2, "whole", 3), (4, "by-layer", STEPS)):
+    for num_ranks, placement, last in ((3, "by-layer", 1), (2, "whole", 2), (3, "by-layer", STEPS)):
         part = ranks(num_ranks).run(
             train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": placement},
             make=models.adapted_gpt,
@@ -279,8 +279,8 @@ def count_frozen(weights):
 
 
 def test_between_steps_a_rank_holds_its_share_of_frozen_weights_too(ranks):
-    for share, changed in ranks(4).run(count_frozen, "by-layer"):
-        assert share <= 0.4, "a quarter of the weights, and of the adapters' states"
+    for share, changed in ranks(3).run(count_frozen, "by-layer"):
+        assert share <= 0.48, "a third of the weights, and of the adapters' states"
         assert changed == 0.5, "what was changed within plain() is kept"
     assert min(share for share, _ in ranks(2).run(count_frozen, "whole")) >= 1
 

@@ -149,7 +149,7 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(rank
     losses, weights = loop_on_one_device(ALONE.get(name, OPTIMIZERS[name]))
     options = {key: value for key, value in OPTIONS.items() if key != "steps"}
     options |= {"optimizer": OPTIMIZERS[name], "recompute": "none"} | ({"weight_decay": 0.1} if name in DECAYS else {})
-    first = ranks(2).run(train_in_parts, tmp_path, first=True, last=2, options=options)[0]
+    first = ranks(2).run(train_in_parts, tmp_path, first=True, last=1, options=options)[0]
     second = ranks(3).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options)[0]
     np.testing.assert_allclose(first[0] + second[0], losses, rtol=EXACT)
     assert_equal_weights(second[1], weights)
@@ -280,7 +280,7 @@ def test_a_rate_is_that_of_a_scheduler_of_torch_where_a_function_gives_it():
         rates.append(result.lr)
         scheduler.step(1.0)  # it does not fall
     run.close()
-    assert rates == [1e-2, 1e-2, 5e-3, 2.5e-3]
+    assert rates == [1e-2, 1e-2, 5e-3]
 
 
 def trained_state(optimizer):

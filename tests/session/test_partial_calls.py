@@ -63,7 +63,14 @@ def complete(model, micro_batch, *, leave_out=()):
 
 def train(model, call=complete, items=None, **options):
     as_started_by_torchrun()
-    defaults = {"order": "corpus", "optimizer": PLAIN_SGD, "lr": 0.1, "clip_norm": 0.0, "verbose": False}
+    defaults = {
+        "order": "corpus",
+        "optimizer": PLAIN_SGD,
+        "lr": 0.1,
+        "clip_norm": 0.0,
+        "verbose": False,
+        "check": False,
+    }
     planned = {"cost": models.mixed_cost(), "memory_gib": 40, "policy": "dcp-intra", "sequences_per_step": 4}
     run = lw.prepare(model, dataset(8) if items is None else items, steps=2, **defaults | planned | options)
     try:
@@ -178,7 +185,7 @@ def test_a_teacher_is_given_the_positions_that_a_call_leaves_out():
         model = gpt2()
         run = lw.prepare(
             model, ROWS, steps=1, frozen=(teacher,), sequences_per_step=4, cost=models.mixed_cost(), memory_gib=40,
-            optimizer=PLAIN_SGD, lr=0.1, order="corpus", policy="static", verbose=False,
+            optimizer=PLAIN_SGD, lr=0.1, order="corpus", policy="static", verbose=False, check=False,
         )  # fmt: skip
         for step in run.steps():
             for micro_batch in step:

@@ -61,15 +61,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [*(pytest.param(number, marks=pytest.mark.deep) for number in (1, 2)), 3])
-def test_a_shared_prefix_trains_what_every_sequence_by_itself_trains(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "ways"), [(3, WAYS[3][2:]), *(pytest.param(*item, marks=pytest.mark.deep) for item in WAYS.items())]
+)
+def test_a_shared_prefix_trains_what_every_sequence_by_itself_trains(ranks, num_ranks, ways):
     batches = batches_of_corpus()
     unique = sum(unique_tokens(unit) for units in batches for unit in units)
     assert unique < 0.8 * sum(len(member["input_ids"]) for units in batches for unit in units for member in unit)
-    alone = {kind: train_alone(kind, batches) for kind in LOSSES}
+    alone = {kind: train_alone(kind, batches) for kind in {way["kind"] for way in ways}}
     tight = {} if num_ranks == 1 else {"cost": SimpleCost(capacity=100 // num_ranks), "recompute": "none"}
-    for found in ranks(num_ranks).run(train, [way | tight for way in WAYS[num_ranks]]):
-        for way, (losses, degrees, computed, weights) in zip(WAYS[num_ranks], found):
+    for found in ranks(num_ranks).run(train, [way | tight for way in ways]):
+        for way, (losses, degrees, computed, weights) in zip(ways, found):
             expected_losses, expected_weights = alone[way["kind"]]
             np.testing.assert_allclose(losses, expected_losses, rtol=EXACT, err_msg=str(way))
             assert_equal_weights(weights, expected_weights)
@@ -129,9 +131,12 @@ def test_masks_of_a_models_own_are_refused(name):
         _prepared(groups(longest=9, vocab=37), model=CASES[name].build().double())
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
-def test_windows_soft_caps_and_sinks_see_what_goes_before(ranks, num_ranks):
-    ways = [{"methods": (method,), "cost": SimpleCost(capacity=70 // num_ranks)} for method in ("ulysses", "ring")]
+@pytest.mark.parametrize(
+    ("num_ranks", "methods"),
+    [(2, ["ring"]), *(pytest.param(n, ["ulysses", "ring"], marks=pytest.mark.deep) for n in (1, 2))],
+)
+def test_windows_soft_caps_and_sinks_see_what_goes_before(ranks, num_ranks, methods):
+    ways = [{"methods": (method,), "cost": SimpleCost(capacity=70 // num_ranks)} for method in methods]
     for found in ranks(num_ranks).run(train_families, FAMILIES, ways):
         for name, (degrees, shared, apart) in found.items():
             assert max(degrees) == num_ranks
