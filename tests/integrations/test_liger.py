@@ -16,7 +16,13 @@ from tests.session.loops import as_started_by_torchrun, step_through, weights_of
 from tests.session.test_planned_stages import build, items_of, loop_alone
 from tests.session.test_prepare import EXACT, OPTIONS, assert_equal_weights
 
-SHARED = OPTIONS | {"cost": models.mixed_cost(), "policy": "dcp-intra", "recompute": "none", "memory_gib": 40}
+SHARED = OPTIONS | {
+    "cost": models.mixed_cost(),
+    "policy": "dcp-intra",
+    "recompute": "none",
+    "memory_gib": 40,
+    "steps": 2,
+}
 WAYS = ((True, {"weights": "by-layer"}), (False, {"packing": "always"}))
 """With its fused loss or kernels of layers alone."""
 

@@ -18,9 +18,9 @@ from tests.session.test_planned_stages import STAGED, build, items_of, loop_alon
 from tests.session.test_prepare import EXACT, OPTIONS, assert_equal_weights
 
 COMPILED = {"compile": True, "compile_backend": "eager", "memory_gib": 40, "verbose": False, "packing": "always"}
-SHARED = OPTIONS | COMPILED | {"cost": models.mixed_cost(), "policy": "dcp-intra"}
+SHARED = OPTIONS | COMPILED | {"steps": 2, "cost": models.mixed_cost(), "policy": "dcp-intra"}
 """Rows of 64 tokens need two devices of 40 tokens each."""
-ALONE = OPTIONS | COMPILED | {"cost": SimpleCost(capacity=100)}
+ALONE = OPTIONS | COMPILED | {"steps": 2, "cost": SimpleCost(capacity=100)}
 WAYS = {
     "whole": ("gpt2", SHARED | {"recompute": "none"}),
     "by layer": ("gpt2", SHARED | {"recompute": "none", "weights": "by-layer"}),
@@ -96,7 +96,7 @@ def one_step(model, **options):
 def test_what_is_watched_or_evaluated_is_computed_uncompiled():
     """Hooks hear of their modules, and the plain model is as it was."""
     model, heard = build("gpt2"), []
-    run = lw.prepare(model, models.rows(8), check=False, **ALONE)
+    run = lw.prepare(model, models.rows(8), check=False, **ALONE | {"steps": 1})
     model.transformer.h[1].mlp.register_forward_hook(lambda *args: heard.append("mlp"))
     calls = []
     for part in run.wrapped_model.compiled._parts:
