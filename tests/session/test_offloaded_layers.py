@@ -91,7 +91,10 @@ def assert_same(found, expected, rung):
 
 @pytest.mark.parametrize(
     "options",
-    [{"recompute": "none"}, {"recompute": "selective"}, pytest.param({"feed_forward_tile": 5}, marks=pytest.mark.deep)],
+    [
+        {"recompute": "selective"},
+        *(pytest.param(other, marks=pytest.mark.deep) for other in ({"recompute": "none"}, {"feed_forward_tile": 5})),
+    ],
     ids=str,
 )
 def test_each_rung_trains_the_same_to_the_last_bit(options):

@@ -73,8 +73,8 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
 @pytest.mark.parametrize(
     ("options", "failure"),
     [
-        pytest.param(options, failure, id=f"{name}-{failure}", marks=[pytest.mark.deep] * (name == easy))
-        for failure, easy in (("function", "shared"), ("memory", "whole"))
+        pytest.param(options, failure, id=f"{name}-{failure}", marks=[pytest.mark.deep] * (name not in hard))
+        for failure, hard in (("function", ("by-layer",)), ("memory", ("by-layer", "shared")))
         for name, options in {
             "whole": {}, "by-layer": {"weights": "by-layer"},
             "shared": {"cost": SimpleCost(loss=-0.5), "policy": "static"},

@@ -145,7 +145,7 @@ def refused(family, options, error):
     ("family", "options"),
     [
         ("plain", {}),
-        ("plain", {"slices": "none"}),
+        pytest.param("plain", {"slices": "none"}, marks=pytest.mark.deep),
         ("bert", {"slices": "auto"}),
         ("plain", {"slices": "auto", "compile": True, "compile_backend": "eager"}),
     ],
@@ -178,7 +178,7 @@ def loop_over_sequences(how):
     return said
 
 
-@pytest.mark.parametrize("how", ["per_sequence", "units"])
+@pytest.mark.parametrize("how", ["per_sequence", pytest.param("units", marks=pytest.mark.deep)])
 def test_losses_of_whole_sequences_are_refused_in_a_slice(ranks, how):
     *_, said = ranks(2).run(loop_over_sequences, how)
     assert "tokens of some sequences" in said and said.endswith("leave slices='auto' out of prepare(...)")

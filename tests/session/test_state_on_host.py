@@ -99,7 +99,7 @@ def placed(memory_mib, offload_state, by_layer):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "by_layer"), [(1, False), (2, True), pytest.param(2, False, marks=pytest.mark.deep)]
+    ("num_ranks", "by_layer"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.deep) for n in (1, 2))]
 )
 def test_the_state_goes_to_the_host_where_the_longest_sequence_fits_no_other_way(ranks, num_ranks, by_layer):
     roomy, tight, told = (
