@@ -23,6 +23,7 @@ from lengthwise.session.trained_model import resolve_model
 from tests.warm import Command
 
 STARTS_RANKS = ("train", "profile")
+SMALL_MODEL = ("model.num_layers=2", "model.hidden_size=32", "model.ffn_size=64")
 
 
 def lengthwise(*arguments: object, expected: int = 0, is_cold: bool = False) -> subprocess.CompletedProcess[str]:
@@ -68,8 +69,10 @@ def make_corpus(folder: Path) -> Path:
 
 
 def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
-    """Of a run with a policy that is ready at once, unless ``more`` names another."""
+    """Of a run with a small model and a policy that is ready at once, unless ``more`` names others."""
     sizes = ["data.max_length=600", "data.over_length=split", "data.tokens_per_step=2000", "train.checkpoint_every=2"]
+    if not any(word.startswith(("model.hf=", "model.preset=")) for word in more):
+        sizes += SMALL_MODEL
     return [f"data.index={corpus}", f"run_folder={folder}", "plan.policy=packed", *sizes, *more]
 
 

@@ -7,7 +7,7 @@ import pytest
 from lengthwise.core.run_folder import RunFolder
 from tests.cli.runs import lengthwise, make_corpus
 
-STOP, STEPS = 5, 9
+STOP, STEPS = 3, 6
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,7 @@ def test_a_mixture_stopped_on_two_ranks_goes_on_with_one_as_if_it_had_never_stop
                     "mixture": mixture, "max_length": 600, "over_length": "split", "tokens_per_step": 3000,
                     "order": "curriculum", "pacing": "linear",
                 },
+                "model": {"num_layers": 2, "hidden_size": 32, "ffn_size": 64},
                 "optim": {"schedule": "constant"},
                 "cluster": {"name": "1xcpu"},
                 "plan": {"policy": "packed"},

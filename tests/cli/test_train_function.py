@@ -1,7 +1,5 @@
 """`lengthwise.train`: a configuration as an object trains as the command does with a file of it."""
 
-import sys
-
 import pytest
 
 import lengthwise
@@ -9,14 +7,28 @@ from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from tests.cli import runs
+from tests.warm import Command
+
+SCRIPT = """
+import sys
+
+import lengthwise
+from lengthwise.config.run_config import load
+
+config = load(None, sys.argv[1:])
+sys.argv = ["a script", "--of", "the user"]  # ranks get none of it
+print(lengthwise.train(config, ["train.steps=2"], nproc=1, quiet=True))
+"""
 
 
-def test_a_configuration_object_trains_as_the_command_does(tmp_path, monkeypatch):
+def test_a_configuration_object_trains_as_the_command_does(tmp_path):
     corpus = runs.make_corpus(tmp_path / "corpus")
-    config = load(None, runs.settings(corpus, tmp_path / "by function", "train.steps=5", "train.dtype=float64"))
-    monkeypatch.setattr(sys, "argv", ["a script", "--of", "the user"])  # ranks get none of it
-    folder = lengthwise.train(config, ["train.steps=2"], nproc=1, quiet=True)
-    assert folder == tmp_path / "by function"
+    folder = tmp_path / "by function"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    words = runs.settings(corpus, folder, "train.steps=5", "train.dtype=float64")
+    out, err = tmp_path / "out", tmp_path / "err"
+    assert Command(tmp_path / "script.py", *words, out=out, err=err).wait(300) == 0, err.read_text()
+    assert out.read_text() == f"{folder}\n"
     assert load(folder / "config.yaml", []) == load(None, [
         *runs.settings(corpus, folder, "train.steps=2", "train.dtype=float64")
     ])  # fmt: skip

@@ -213,7 +213,7 @@ def test_gaps_of_a_table_are_to_one_bound(cli, lengths):
 
 def test_a_sweep_is_one_table_with_a_row_a_size(cli, lengths, tmp_path):
     given = ["--gpus", "2,4", "--tokens-per-step", "1e4,0.02M", "--network", "100,400", "--policies", "static,auto"]
-    given += ["--steps", 1, "--devices-per-node", 2]
+    given += ["--steps", 1, "--devices-per-node", 2, "--methods", "ulysses", "--max-degree", 2]
     document = compare(cli, lengths, *given, "--html", tmp_path / "page.html")
     sizes = [(one["gpus"], one["network_gbit_per_s"], one["token_budget"]) for one in document["clusters"]]
     assert sizes == [(n, rate, tokens) for n in (2, 4) for rate in (100, 400) for tokens in (10_000, 20_000)]
@@ -372,7 +372,9 @@ def test_reach_ends_within_five_per_cent_of_what_a_policy_can_plan(cli):
 
 
 def test_reach_shows_a_row_a_policy_up_to_a_length_that_is_asked(cli):
-    code, out, err = cli(*REACH, "--policies", "static,auto", "--max-length", "20K", "--gpus", "4,8")
+    code, out, err = cli(
+        *REACH, "--policies", "static,auto", "--max-length", "20K", "--gpus", "4,8", "--methods", "ulysses"
+    )
     assert code == 0, err
     rows = [line.split() for line in out.splitlines() if line.startswith(("policy ", "static ", "auto "))]
     assert len(rows) == 6 and rows[0] == ["policy", "4K", "16K", "20,000", "longest"]
@@ -404,12 +406,20 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
     assert "has 0.0 GiB. Raise --host-memory" in " ".join(out.split())
 
 
-def test_any_number_of_devices_is_compared(cli):
+@pytest.mark.parametrize(
+    ("gpus", "shapes", "more"),
+    [
+        ("9", ["1x8+1"], ["--methods", "ulysses"]),
+        pytest.param("9,12", ["1x8+1", "1x8+4"], [], marks=pytest.mark.deep),
+    ],
+)
+def test_any_number_of_devices_is_compared(cli, gpus, shapes, more):
     """Nodes of eight, the last of which has fewer."""
     given = "compare", "--model", "llama-7b", "--device", "H100-80GB", "--lengths", "commoncrawl", "--steps", "1"
     given = *given, "--max-stages", "3", "--max-length", "16384"  # which are planned faster
-    document = json.loads(cli(*given, "--gpus", "9,12", "--policies", "static,hotspa,auto", "--json")[1])
-    for cluster, shape in zip(document["clusters"], ("1x8+1", "1x8+4"), strict=True):
+    document = json.loads(cli(*given, *more, "--gpus", gpus, "--policies", "static,hotspa,auto", "--json")[1])
+    clusters = document["clusters"] if len(shapes) > 1 else [document]
+    for cluster, shape in zip(clusters, shapes, strict=True):
         assert cluster["cluster"] == f"{shape}xH100-80GB"
         speeds = {policy["policy"]: policy["tokens_per_s"] for policy in cluster["policies"]}
         assert speeds["auto"] == max(speeds.values())

@@ -72,7 +72,8 @@ NUM_STEPS, NUM_LAYERS = 5, 4
 
 
 def options(corpus, folder, *more) -> list[str]:
-    return settings(corpus, folder, f"train.steps={NUM_STEPS}", "train.dtype=float64", "plan.max_tokens=1200", *more)
+    given = [f"train.steps={NUM_STEPS}", "train.dtype=float64", "plan.max_tokens=1200", "model.preset=llama-tiny"]
+    return settings(corpus, folder, *given, *more)
 
 
 def losses(corpus, folder, *more) -> list[float]:
@@ -244,7 +245,7 @@ def test_plans_that_are_not_there_are_missed_before_ranks_are_started(cli, corpu
         (["data.over_length=error"], 2, "over data.max_length 600"),
         (["plan.max_tokens=100"], 3, "exceeds plan.max_tokens (100 tokens"),
         (["plan.policy=padded", "plan.batch_size=64", "plan.max_tokens=700"], 3, "Lower plan.batch_size"),
-        (["cluster.memory_gib=0.01"], 3, "a device has 10.2 MiB"),
+        (["model.preset=llama-tiny", "cluster.memory_gib=0.01"], 3, "a device has 10.2 MiB"),
         (["cluster.name=8xH100-80GB"], 2, "8 devices, the run has 1 ranks"),
         (["model.vocab_size=100"], 2, "raise model.vocab_size"),
         (["train.device=cuda"], 2, "finds no CUDA device"),
