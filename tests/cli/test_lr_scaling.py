@@ -11,7 +11,13 @@ def settings(tmp_path, cli):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "x" * (4 * n)}) + "\n" for n in range(1, 11)))
     code, _, err = cli("index", tmp_path / "text.jsonl", "--out", tmp_path / "index")
     assert code == 0, err
-    return [f"data.index={tmp_path / 'index'}", "data.tokens_per_step=64", "cluster.name=1xcpu", "optim.lr=0.5"]
+    return [
+        f"data.index={tmp_path / 'index'}",
+        "data.tokens_per_step=64",
+        "cluster.name=1xcpu",
+        "optim.lr=0.5",
+        "plan.policy=static",
+    ]
 
 
 def plans(cli, settings):

@@ -151,16 +151,19 @@ def _compare_where_asked() -> None:
         setattr(module, name, partial(where_asked, getattr(module, name)))
 
 
+LEARNED_ONCE = ("tests.session.models.GPT", "tests.runtime.loop.memory_runs.Model")
+
+
 def _learn_labels_once() -> None:
-    """Let ``prepare`` find out once in a process how the loss inside the ``GPT`` of these tests uses labels."""
+    """Let ``prepare`` find out once in a process how the losses inside some models of these tests use labels."""
     trace = import_module("lengthwise.runtime.verify.trace")
     learn, learned = trace.learn_labels, {}
 
     def remembered(run: Any, tokens: Any) -> Any:
         wrapped, kind = run.wrapped_model, type(run.model)
-        if f"{kind.__module__}.{kind.__name__}" != "tests.session.models.GPT":
+        if (name := f"{kind.__module__}.{kind.__name__}") not in LEARNED_ONCE:
             return learn(run, tokens)
-        case = (wrapped.uses_labels, wrapped.make_inputs is None, run.gather is None)
+        case = (name, wrapped.objective, wrapped.uses_labels, wrapped.make_inputs is None, run.gather is None)
         if case not in learned:
             learned[case] = learn(run, tokens)
         return learned[case]

@@ -1,6 +1,6 @@
 """Loops of users who do what a loop may do: catch errors, leave steps, change weights; on every rank of a pool."""
 
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import numpy as np
@@ -45,6 +45,7 @@ def weights_of(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@cache
 def plain_loop(*, num_steps=STEPS, change=None, dtype=torch.float64):
     """Losses and weights of the loop that a user has on one device; ``change(model, step)`` after each update."""
     model, losses = model_of(dtype), []

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -226,10 +227,27 @@ def train(
     return losses, told, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def check_recovery(ranks, num_ranks, run, *arguments, **options) -> None:  # type: ignore[no-untyped-def]
+def train_alone(ranks, trained: str = "all") -> tuple[list[float], list[str], Tensor]:  # type: ignore[no-untyped-def]
+    """:func:`train` on one rank, of which nothing is asked, once in a process."""
+    if trained not in _ALONE:
+        _ALONE[trained] = ranks(1).run(train, 1, 0, {}, trained)[0]
+    return _ALONE[trained]
+
+
+_ALONE: dict[str, tuple[list[float], list[str], Tensor]] = {}
+
+
+PLACES = tuple(f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS))
+FEW_PLACES = ("forward of layer 0", "forward of layer 2", "backward of layer 1")
+at_few_places_and_in_deep_runs_at_all = pytest.mark.parametrize(
+    "places", [pytest.param(FEW_PLACES, id="few"), pytest.param(PLACES, marks=pytest.mark.deep, id="all")]
+)
+
+
+def check_recovery(ranks, num_ranks, run, *arguments, places, **options) -> None:  # type: ignore[no-untyped-def]
     """Run :func:`train`, by ``run`` of ``arguments``, where all ranks run out of memory once, at each place in turn."""
-    expected = ranks(1).run(train, 1, 0, {})[0]
-    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]:
+    expected = train_alone(ranks)
+    for place in places:
         fails = dict.fromkeys(range(num_ranks), (place,))
         for losses, told, weights in ranks(num_ranks).run(run, *arguments, 1, fails, **options):
             assert told, place

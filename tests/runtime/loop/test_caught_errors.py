@@ -39,7 +39,9 @@ def test_a_step_whose_error_one_rank_caught_comes_again_and_trains_what_one_devi
             assert not said
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.deep] * (place in (PLACES[0], PLACES[3]))) for place in PLACES]
+)
 def test_an_error_that_all_ranks_catch_leaves_nothing_of_its_step_behind(ranks, expected, place):
     for losses, weights, _ in ranks(2).run(train_through_trouble, 1, 0, place, {0, 1}):
         assert_as_expected((losses, weights), expected)

@@ -18,6 +18,7 @@ DEGREES = (
     Packs(ranks=(0,), packs=(), phase=2),
     Packs(ranks=(3,), packs=(), phase=2),
 )
+AT_TWO = (Packs(ranks=(0, 1), packs=((2, 3, 6), (0, 8), (4, 1, 5, 7, 9)), recompute=(True, False, True)),)
 FEW = Packs(ranks=(0,), packs=((3, 0, 2), (1,), (4, 5), tuple(range(6, len(LENGTHS)))), recompute=(True,))
 """Degree 1, four micro-batches."""
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "max_position_embeddings": 40}
@@ -114,11 +115,16 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("llama", "modernbert"))) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.deep] * (name != "llama")) for name in CASES],
 )
 def test_a_family_passes_the_check_and_trains_as_its_own_loop_does_at_degrees_1_to_4(ranks, name):
     for found in ranks(4).run(with_check, step_on_ranks, CASES[name], DEGREES):
         assert_exact(CASES[name], found, name)
+
+
+def test_a_family_that_attends_both_ways_passes_the_check_and_trains_as_its_own_loop_does(ranks):
+    for found in ranks(2).run(with_check, step_on_ranks, CASES["modernbert"], AT_TWO):
+        assert_exact(CASES["modernbert"], found)
 
 
 @pytest.mark.parametrize("name", ["mistral", "bert"])

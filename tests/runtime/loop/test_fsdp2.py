@@ -118,7 +118,7 @@ def prepared(profile):
     rng = np.random.default_rng(0)
     corpus = [np.resize(rng.integers(0, 61, 5), length) for length in (40, 9, 23, 60, 12, 33)]
     run = lengthwise.prepare(
-        wrapped(world, dtype=torch.float32), corpus, sequences_per_step=6, epochs=3, lr=0.01, profile=profile,
+        wrapped(world, dtype=torch.float32), corpus, sequences_per_step=6, epochs=2, lr=0.01, profile=profile,
         device="cpu", verbose=False, policy="dcp-intra",
     )  # fmt: skip
     losses = []

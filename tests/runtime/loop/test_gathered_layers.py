@@ -9,7 +9,9 @@ from tests.runtime.loop.runs import assert_exact, step_on_ranks
 from tests.runtime.loop.test_families import CASES, DEGREES
 
 
-@pytest.mark.parametrize(("name", "num_kept"), [("llama", 1), ("gpt2", 3), ("bert", 0)])
+@pytest.mark.parametrize(
+    ("name", "num_kept"), [("llama", 1), pytest.param("gpt2", 3, marks=pytest.mark.deep), ("bert", 0)]
+)
 def test_a_family_whose_weights_are_gathered_by_layer_is_exact_at_degrees_1_to_4(ranks, name, num_kept):
     for found in ranks(4).run(step_on_ranks, CASES[name], DEGREES, by_layer=True, num_kept=num_kept):
         assert_exact(CASES[name], found, name)
@@ -26,9 +28,9 @@ def test_every_family_is_exact_however_many_layers_stay_whole(ranks, name):
     ("num_ranks", "degree", "recomputed"),
     [(2, 1, 0), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((4, 2, 1), (2, 2, 2)))],
 )
-def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, num_ranks, degree, recomputed):
-    expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
-    places = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]
+@memory_runs.at_few_places_and_in_deep_runs_at_all
+def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, num_ranks, degree, recomputed, places):
+    expected = memory_runs.train_alone(ranks)
     for place in places:
         for losses, told, weights in ranks(num_ranks).run(
             memory_runs.train, degree, recomputed, {1: (place,)}, by_layer=True
@@ -41,10 +43,13 @@ def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, 
 @pytest.mark.parametrize(
     "trained",
     # Stages gather the others for a step.
-    [pytest.param(name, marks=[pytest.mark.deep] * (number % 2)) for number, name in enumerate(memory_runs.TRAINED)],
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * (name not in ("the upper layers", "an output bias")))
+        for name in memory_runs.TRAINED
+    ],
 )
 def test_a_model_of_which_only_parts_are_trained_gathers_those(ranks, trained):
-    expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
+    expected = memory_runs.train_alone(ranks, trained)
     for recomputed in (0, 3):
         for losses, _, weights in ranks(3).run(memory_runs.train, 1, recomputed, {}, trained, by_layer=True):
             assert losses == pytest.approx(expected[0], abs=1e-10)

@@ -11,11 +11,11 @@ from lengthwise.core.errors import CheckError, InputError
 from tests.runtime.loop.loops import STEPS, make_run, model_of, plain_loop, weights_of
 
 MODES = [
-    *(pytest.param(torch.float64, 2, options, id=name) for name, options in {
-        "whole": {}, "by layer": {"by_layer": True}, "stages": {"stages": 2},
-    }.items()),
+    pytest.param(torch.float64, 2, {}, id="whole", marks=pytest.mark.deep),
+    pytest.param(torch.float64, 2, {"by_layer": True}, id="by layer"),
+    pytest.param(torch.float64, 2, {"stages": 2}, id="stages"),
     pytest.param(torch.bfloat16, 2, {}, id="whole, bfloat16"),
-    pytest.param(torch.bfloat16, 2, {"by_layer": True}, id="by layer, bfloat16"),
+    pytest.param(torch.bfloat16, 2, {"by_layer": True}, id="by layer, bfloat16", marks=pytest.mark.deep),
     pytest.param(torch.bfloat16, 1, {}, id="one rank, bfloat16"),
 ]  # fmt: skip
 

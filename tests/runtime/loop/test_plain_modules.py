@@ -80,20 +80,21 @@ BOTH_WAYS = {"sum_of_losses": masked_losses, "loss": logits_loss, "objective": M
 
 
 @pytest.mark.parametrize(
-    "mask", ["bool", "none", *(pytest.param(m, marks=pytest.mark.deep) for m in ("is_causal", "float", "buffer"))]
+    "mask", ["bool", *(pytest.param(m, marks=pytest.mark.deep) for m in ("none", "is_causal", "float", "buffer"))]
 )
 def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to_4(ranks, mask):
-    for found in ranks(4).run(step_on_ranks, gpt_case(mask), DEGREES):
-        assert_exact(gpt_case(mask), found, mask)
+    case = gpt_case(mask)
+    for found in ranks(4).run(step_on_ranks, case, DEGREES):
+        assert_exact(case, found, mask)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         Case(build=partial(built, Llama), **LOGITS),
-        Case(build=partial(built, TorchEncoder, True, True), **LOGITS),
+        pytest.param(Case(build=partial(built, TorchEncoder, True, True), **LOGITS), marks=pytest.mark.deep),
         Case(build=partial(built, TorchEncoder, True, False), **LOGITS),
-        Case(build=partial(built, TorchEncoder, False, True), **BOTH_WAYS),
+        pytest.param(Case(build=partial(built, TorchEncoder, False, True), **BOTH_WAYS), marks=pytest.mark.deep),
         Case(build=partial(built, Tagger), **BOTH_WAYS),
         Case(build=partial(built, UnevenHeads), **LOGITS),
     ],
@@ -188,7 +189,10 @@ def _by_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, softmax_scale,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "window"), [("flash_attn", (-1, -1)), ("flash_attn", (4, 0)), ("torch", (-1, 0))])
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [pytest.param("flash_attn", (-1, -1), marks=pytest.mark.deep), ("flash_attn", (4, 0)), ("torch", (-1, 0))],
+)
 def test_flash_kernels_are_met_where_the_model_imported_them(ranks, kernel, window):
     case = Case(build=partial(built, Flash, window), **LOGITS)
     for found in ranks(4).run(step_with_flash, case, DEGREES, kernel):

@@ -81,11 +81,11 @@ def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, mo
     )  # fmt: skip
 
 
-def gradients_of_random_plans(name, seeds, expected, by_layer):
+def gradients_of_random_plans(name, seeds, expected, by_layer, compares_stages):
     """The largest error of this rank's share of the gradient, and of the loss, over a step of each seed's plan."""
     case, world, errors = SWEPT[name], local_world(), []
     with in_double():
-        run = prepared(case, (), world, num_steps=len(seeds), by_layer=by_layer)
+        run = prepared(case, (), world, num_steps=len(seeds), by_layer=by_layer, compares_stages=compares_stages)
         run.lr, number = lambda step: 0.0, run.wrapped_model.structure.num_layers
         run.wrapped_model.layers.may_keep_attention = True
         run.planner = lambda batch: plan_of(
@@ -107,7 +107,7 @@ def gradients_of_random_plans(name, seeds, expected, by_layer):
 @pytest.mark.parametrize(
     ("name", "num_ranks", "by_layer", "num_plans"),
     [
-        ("llama", 3, True, 6),
+        ("llama", 3, True, 5),
         ("modernbert_lora", 4, False, 4),
         *(
             pytest.param(name, ranks, by_layer, 200, marks=pytest.mark.deep)
@@ -121,5 +121,7 @@ def test_random_plans_are_exact(ranks, name, num_ranks, by_layer, num_plans):
     assert max(float(change.abs().max()) for change in changes.values()) > 1e-3
     for first in range(0, num_plans, 20):
         seeds = range(first, min(first + 20, num_plans))
-        for errors in ranks(num_ranks).run(gradients_of_random_plans, name, seeds, expected, by_layer):
+        for errors in ranks(num_ranks).run(
+            gradients_of_random_plans, name, seeds, expected, by_layer, compares_stages=num_plans > 20
+        ):
             assert len(errors) == len(seeds) and max(errors) <= EXACT, max(zip(errors, seeds))

@@ -22,7 +22,6 @@ SHARED = (
     Packs(ranks=(1,), packs=(REST[:3], REST[3:]), recompute=(False, True)),
 )
 STAGED = (Packs(ranks=(2, 0, 3, 1), packs=((0, 1), (3, *REST), (2,)), stage_layers=(1, 2), shards_gradients=True),)
-PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]
 EXACT = 1e-12
 """float64: sums of a few numbers in another order, and three steps of AdamW."""
 
@@ -83,9 +82,10 @@ def local_world_of_one():
 
 
 @pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.deep)])
-def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, stages):
+@memory_runs.at_few_places_and_in_deep_runs_at_all
+def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, stages, places):
     pool, expected = ranks(num_ranks), memory_runs.train(1, 1, {})
-    for place in PLACES if stages == 1 else PLACES[1::2]:
+    for place in places if stages == 1 else places[1::2]:
         failing = (num_ranks - 1,) if stages == 1 else range(num_ranks)
         for losses, told, weights in pool.run(
             sharing, memory_runs.train, 2, 1, dict.fromkeys(failing, (place,)), stages=stages

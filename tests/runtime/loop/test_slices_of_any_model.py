@@ -74,8 +74,8 @@ QUICK = {
     ("gpt2", "three stages"),
     ("qwen3", "three ranks"),
 }
-COMPARED = {("llama", "one"), ("gpt2", "three stages")}
-"""Those of which slices and stages are compared before the step too. Other families and groups are in deep runs."""
+COMPARED = {("llama", "one")}
+"""That of which slices are compared before the step too. Other families and groups are in deep runs."""
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, which):
         assert_exact(CASES[name], found, name)
 
 
-def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks):
+@pytest.mark.parametrize(
+    ("groups", "num_ranks"), [pytest.param(TWO, 2, marks=pytest.mark.deep), (SPLIT_HEADS, 3)], ids=["stages", "heads"]
+)
+def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks, groups, num_ranks):
     case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
     ((loss,), changes) = ranks(1).run(step_on_ranks, case, (FEW,))[0]
-    for groups in (TWO, SPLIT_HEADS):
-        for (sliced_loss,), sliced in ranks(2 + (groups is SPLIT_HEADS)).run(
-            step_on_ranks, case, groups, compares_stages=False
-        ):
-            assert sliced_loss == pytest.approx(loss, abs=EXACT)
-            for name, change in changes.items():
-                torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)
+    for (sliced_loss,), sliced in ranks(num_ranks).run(step_on_ranks, case, groups, compares_stages=False):
+        assert sliced_loss == pytest.approx(loss, abs=EXACT)
+        for name, change in changes.items():
+            torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
@@ -147,12 +147,12 @@ def slicing_all(function, *arguments, **options):
 @pytest.mark.parametrize(
     "trained",
     [
-        pytest.param(trained, marks=[pytest.mark.deep] * (number % 2))
-        for number, trained in enumerate(memory_runs.TRAINED)
+        pytest.param(trained, marks=[pytest.mark.deep] * (trained not in ("the upper layers", "an output bias")))
+        for trained in memory_runs.TRAINED
     ],
 )
 def test_a_model_of_which_only_parts_are_trained_computes_in_slices(ranks, trained):
-    expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
+    expected = memory_runs.train_alone(ranks, trained)
     for losses, _, weights in ranks(2).run(slicing_all, memory_runs.train, 1, 1, {}, trained, stages=2):
         assert losses == pytest.approx(expected[0], abs=1e-10)
         torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
@@ -162,9 +162,10 @@ SHAPES = [(2, 1, 2), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in
 """Ranks, degree and stages."""
 
 
+@memory_runs.at_few_places_and_in_deep_runs_at_all
 @pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)
-def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages):
-    memory_runs.check_recovery(ranks, num_ranks, slicing_all, memory_runs.train, degree, stages=stages)
+def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages, places):
+    memory_runs.check_recovery(ranks, num_ranks, slicing_all, memory_runs.train, degree, stages=stages, places=places)
 
 
 @pytest.mark.parametrize(

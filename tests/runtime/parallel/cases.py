@@ -2,7 +2,7 @@
 
 import gc
 import time
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -78,7 +78,12 @@ def whole_group() -> Group:
 
 
 def on_one_device(spec, lengths, *, dtype=torch.float64, scale=5.0):
-    """Loss and every gradient of the whole pack."""
+    """Loss and every gradient of the whole pack, computed once for methods that follow one another."""
+    return _on_one_device(spec, tuple(lengths), dtype, scale)
+
+
+@lru_cache(maxsize=8)
+def _on_one_device(spec, lengths, dtype, scale):
     model = model_of(spec, dtype=dtype, scale=scale)
     tokens_T, targets_T, cu_seqlens = pack_of(lengths, spec)
     loss = model(tokens_T, cu_seqlens, targets_T)

@@ -191,7 +191,13 @@ def check_kept_attention(names, in_turn):
             assert_equal(on_ranks(spec, RAGGED, keep_attention=True, **options), expected)
 
 
-@pytest.mark.parametrize("method", [Method.DENSE, Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.METP])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Method.DENSE, Method.RING, Method.MEGATRON_TS,
+        *(pytest.param(method, marks=pytest.mark.deep) for method in (Method.ULYSSES, Method.METP)),
+    ],
+)  # fmt: skip
 def test_a_layer_that_keeps_attention_runs_no_kernel_of_it_twice(ranks, method):
     num_ranks = 1 if method is Method.DENSE else 2
     for kept, again in zip(*(ranks(num_ranks).run(attention_kernels, method, keep) for keep in (True, False))):
@@ -296,9 +302,15 @@ def test_gradients_are_cast_in_their_own_memory(monkeypatch, num_tokens):
     assert torch.equal(narrowed, expected) and narrowed.data_ptr() == place
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
-def test_groups_of_heads_give_the_gradients_of_all_heads_at_once(ranks, num_ranks):
-    ranks(num_ranks).run(check_head_groups, list(LADDER_FAMILIES))
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (1, ("llama", "bert")), (3, ("gpt", "transformer-2d")),
+        *(pytest.param(n, tuple(LADDER_FAMILIES), marks=pytest.mark.deep) for n in (1, 2, 3)),
+    ],
+)  # fmt: skip
+def test_groups_of_heads_give_the_gradients_of_all_heads_at_once(ranks, num_ranks, names):
+    ranks(num_ranks).run(check_head_groups, names)
 
 
 UNEVEN_HEADS = {"llama": (10, 5), "gpt": (6, 2), "bert": (4, 4), "transformer-2d": (8, 1)}

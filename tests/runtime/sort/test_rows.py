@@ -99,7 +99,7 @@ def _check_from_numpy():
             assert torch.equal(as_bits(deal(rows)), as_bits(whole[rank::size].clone()))
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 4])
 def test_inputs_that_unbalance_a_sample_sort_come_out_in_even_shares(ranks, num_ranks):
     ranks(num_ranks).run(_check_adversarial)
 

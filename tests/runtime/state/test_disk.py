@@ -274,7 +274,8 @@ def _save_into_nothing(path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("every", "poisoned_after", "safe"), [(1, 4, "step_00000003"), (3, 3, None), (3, 5, "step_00000003")]
+    ("every", "poisoned_after", "safe"),
+    [(1, 4, "step_00000003"), (3, 3, None), pytest.param(3, 5, "step_00000003", marks=pytest.mark.deep)],
 )
 def test_a_run_that_diverges_goes_back_to_the_checkpoint_before_the_weights_that_diverged(
     ranks, tmp_path, every, poisoned_after, safe

@@ -26,8 +26,8 @@ EXACT = 1e-12
 """float64: sums of a few numbers of order one in another order."""
 CASES = [(name, SETTINGS) for name in ("tied llama", "gpt", "bert")] + [("llama", SETTINGS), ("bert", ADAFACTOR)]
 every_case = pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda one: getattr(one, "name", one))
-NODES = [(3, 0), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((4, 2), (2, 0), (4, 0)))]
-"""Numbers of ranks, and of ranks in a node; four in nodes of two are by themselves below."""
+NODES = [(3, 2), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((3, 0), (4, 2), (2, 0), (4, 0)))]
+"""Numbers of ranks, and of ranks in a node: steps elsewhere have one node, and four ranks in two are below."""
 
 
 def layouts_of(name, seed, num_ranks):

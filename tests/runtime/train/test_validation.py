@@ -103,31 +103,34 @@ def test_it_comes_every_so_many_steps_or_after_each_epoch_and_at_the_end(ranks, 
     assert list(validations(tmp_path)) == steps
 
 
-@pytest.mark.parametrize("stop_after", [3, pytest.param(4, marks=pytest.mark.deep)])
+SHORT = {"steps": 6, "every": 2}
+
+
+@pytest.mark.parametrize("stop_after", [4, pytest.param(3, marks=pytest.mark.deep)])
 def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, tmp_path, stop_after):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    expected = ranks(2).run(run_validated, str(whole))[0]
+    expected = ranks(2).run(run_validated, str(whole), **SHORT)[0]
     found = ranks(2).run(_stop_and_resume, str(parts), stop_after)[0]
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
     assert validations(parts) == validations(whole) and len(validations(whole)) == 3
-    states = [checkpoint.read_state(path / "checkpoints" / "step_00000008")["validation"] for path in (whole, parts)]
+    states = [checkpoint.read_state(path / "checkpoints" / "step_00000006")["validation"] for path in (whole, parts)]
     assert states[0] == states[1]
     assert states[0]["best_loss"] == min(validations(whole).values())
 
 
 def _stop_and_resume(path: str, stop_after: int) -> dict[str, torch.Tensor]:
-    trainer = make_validated(path)
+    trainer = make_validated(path, **SHORT)
     trainer.callbacks = [Stop(stop_after)] if trainer.world.is_first else []
     with pytest.raises(Preempted):
         trainer.fit()
-    trainer = make_validated(path)
+    trainer = make_validated(path, **SHORT)
     trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
     trainer.fit()
     return master_weights(trainer.state)
 
 
 def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_name(ranks, tmp_path):
-    options = {"every": 1, "patience": 3, "keep_checkpoints": 1, "checkpoint_every": 0, **FROZEN}
+    options = {"every": 1, "patience": 3, "keep_checkpoints": 1, "checkpoint_every": 0, "steps": 6, **FROZEN}
     ranks(2).run(run_validated, str(tmp_path), **options)
     assert list(validations(tmp_path)) == [1, 2, 3, 4]
     folder = tmp_path / "checkpoints"
@@ -136,7 +139,7 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     ranks(2).run(_resume, str(tmp_path), options)
     assert list(validations(tmp_path)) == [1, 2, 3, 4], "a run that has stopped early is over"
     ranks(2).run(_resume, str(tmp_path), {**options, "patience": None})
-    assert list(validations(tmp_path)) == list(range(1, 9))
+    assert list(validations(tmp_path)) == list(range(1, 7))
 
 
 def _resume(path: str, options: dict) -> None:

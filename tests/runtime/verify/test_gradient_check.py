@@ -46,13 +46,13 @@ ODDITIES = {
 }
 
 
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 @pytest.mark.parametrize("oddity", ODDITIES)
-def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank(ranks, oddity):
+def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)
-    for num_ranks in (1, 2):
-        refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks])
-        assert len(set(refusals)) == 1
-        assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
+    refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks])
+    assert len(set(refusals)) == 1
+    assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
 
 
 class Counting(Odd):
@@ -84,10 +84,16 @@ class Remembering(Odd):
         return super().forward(tokens, positions) * (1.0 + 1e-3 * len(self.lengths))
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
+KINDS = [(Counting, "num_calls"), (Averaging, "running_mean"), (Remembering, None)]
+
+
 @pytest.mark.parametrize(
-    ("kind", "attribute"), [(Counting, "num_calls"), (Averaging, "running_mean"), (Remembering, None)]
-)
+    ("kind", "attribute", "by_layer"),
+    [
+        pytest.param(*kind, by_layer, marks=[pytest.mark.deep] * (by_layer != (number == 1)))
+        for number, kind in enumerate(KINDS) for by_layer in (False, True)
+    ],
+)  # fmt: skip
 def test_state_between_calls_is_the_reason_that_is_given(ranks, kind, attribute, by_layer):
     refusals = ranks(2).run(outcome, Case(build=partial(built, kind, "none"), **LOGITS), PACKS[2], by_layer=by_layer)
     assert len(set(refusals)) == 1
@@ -112,7 +118,7 @@ EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
 
 @pytest.mark.parametrize(
     ("oddity", "num_ranks"),
-    [pytest.param(*case, marks=[pytest.mark.deep] * (case == ("sinks and wide window", 2))) for case in EXACT],
+    [pytest.param(*case, marks=[pytest.mark.deep] * (case[1] == 2)) for case in EXACT],
 )
 def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)
@@ -122,11 +128,11 @@ def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
         assert_exact(case, result)
 
 
-def test_what_is_exact_on_one_rank_and_not_on_several_is_refused_with_the_degree(ranks):
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
+def test_what_is_exact_on_one_rank_and_not_on_several_is_refused_with_the_degree(ranks, num_ranks):
     case = Case(build=partial(built, Odd, "shift from positions"), **LOGITS)
-    for num_ranks in (2, 3):
-        for refusal in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):
-            assert re.search(r"CheckError: .* slots in one pack, degree 2, .* which calls cat, before its qkv", refusal)
+    for refusal in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):
+        assert re.search(r"CheckError: .* slots in one pack, degree 2, .* which calls cat, before its qkv", refusal)
 
 
 def test_a_check_leaves_every_tensor_gradient_buffer_and_flag_as_it_was(ranks):

@@ -73,12 +73,17 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("oddity", HIDDEN)
-def test_what_a_gate_of_zero_hides_is_refused_alike_on_every_rank(ranks, oddity):
+@pytest.mark.parametrize(
+    ("oddity", "num_ranks", "by_layer"),
+    [
+        pytest.param(oddity, *how, marks=[pytest.mark.deep] * (how != (2, number % 2 == 0)))
+        for number, oddity in enumerate(HIDDEN) for how in ((1, False), (2, False), (2, True))
+    ],
+)  # fmt: skip
+def test_what_a_gate_of_zero_hides_is_refused_alike_on_every_rank(ranks, oddity, num_ranks, by_layer):
     case = Case(build=partial(gated, Gated, oddity), **LOGITS)
-    for num_ranks, by_layer in ((1, False), (2, False), (2, True)):
-        refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks], by_layer=by_layer)
-        assert len(set(refusals)) == 1 and re.search(HIDDEN[oddity], refusals[0]), refusals
+    refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks], by_layer=by_layer)
+    assert len(set(refusals)) == 1 and re.search(HIDDEN[oddity], refusals[0]), refusals
 
 
 def run_with(model, world, *, by_layer=False):

@@ -6,10 +6,9 @@ import torch
 
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
-from tests.runtime.loop.memory_runs import train
+from tests.runtime.loop.memory_runs import PLACES, train, train_alone
 from tests.runtime.loop.runs import Packs, assert_exact, shard_of, step_on_ranks
 from tests.runtime.wrap.test_attention_methods import MASKED, check_draws, check_kernels
-from tests.runtime.wrap.test_oom_recovery import PLACES
 
 IN_GROUPS = tuple((Method.ULYSSES, count) for count in (2, 3, 5, 12))
 ON_ONE = tuple((Method.DENSE, count) for count in (2, 3, 12))
@@ -68,7 +67,7 @@ def test_groups_of_heads_attend_in_the_dtype_of_autocast():
     ],
 )  # fmt: skip
 def test_a_rank_out_of_memory_stands_in_for_itself_in_groups_of_heads(ranks, num_ranks, recomputed, count, places):
-    expected = ranks(1).run(train, 1, 0, {})[0]
+    expected = train_alone(ranks)
     for place in places:
         fails = {1: (place,)}
         for losses, told, weights in ranks(num_ranks).run(train, num_ranks, recomputed, fails, head_groups=count):

@@ -7,9 +7,7 @@ import torch
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure
-from tests.runtime.loop.memory_runs import LAYERS, TRAINED, train
-
-PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
+from tests.runtime.loop.memory_runs import TRAINED, at_few_places_and_in_deep_runs_at_all, train, train_alone
 
 
 @pytest.mark.parametrize(
@@ -19,11 +17,12 @@ PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer
         *(pytest.param(*s, marks=pytest.mark.deep) for s in ((2, 2, 0), (3, 3, 0), (3, 3, 2), (4, 2, 0), (4, 2, 2))),
     ],
 )
+@at_few_places_and_in_deep_runs_at_all
 def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(
-    ranks, num_ranks, degree, recomputed
+    ranks, num_ranks, degree, recomputed, places
 ):
-    expected = ranks(1).run(train, 1, 0, {})[0]
-    for place in PLACES:
+    expected = train_alone(ranks)
+    for place in places:
         found = ranks(num_ranks).run(train, degree, recomputed, {1: (place,)})
         for losses, told, weights in found:
             assert told == ["rank 1 in micro-batch 0"]
@@ -43,11 +42,12 @@ def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weigh
         if name != "all"
     ],
 )
+@at_few_places_and_in_deep_runs_at_all
 def test_a_rank_of_a_model_with_frozen_parts_stands_in_for_what_its_backward_really_sends(
-    ranks, trained, num_ranks, degree, recomputed
+    ranks, trained, num_ranks, degree, recomputed, places
 ):
-    expected = ranks(1).run(train, 1, 0, {}, trained)[0]
-    for place in PLACES:
+    expected = train_alone(ranks, trained)
+    for place in places:
         for losses, told, weights in ranks(num_ranks).run(train, degree, recomputed, {1: (place,)}, trained):
             assert told in (["rank 1 in micro-batch 0"], []), "a backward that has no such place does not fail there"
             assert losses == pytest.approx(expected[0], abs=1e-10)
@@ -55,7 +55,7 @@ def test_a_rank_of_a_model_with_frozen_parts_stands_in_for_what_its_backward_rea
 
 
 def test_several_ranks_may_fail_at_different_places(ranks):
-    expected = ranks(1).run(train, 1, 0, {})[0]
+    expected = train_alone(ranks)
     for losses, told, weights in ranks(4).run(train, 2, 1, {0: ("backward of layer 2",), 3: ("forward of layer 1",)}):
         assert told == ["rank 0 in micro-batch 0", "rank 3 in micro-batch 0"]
         assert losses == pytest.approx(expected[0], abs=1e-10)

@@ -30,7 +30,12 @@ ODDITIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("oddity", ODDITIES)
+QUICK = ("short convolution", "second mixer", "sinks and window", "shared keys")
+
+
+@pytest.mark.parametrize(
+    "oddity", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in ODDITIES]
+)
 def test_what_packs_would_change_is_exact_sequence_by_sequence(ranks, oddity):
     case = Case(build=partial(built, Odd, oddity), **LOGITS, options={"by_sequence": True})
     for num_ranks, packs in PACKS.items():
