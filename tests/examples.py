@@ -2,9 +2,9 @@
 
 from hypothesis import settings
 
-FEWEST = 20
+FEWEST = 12
 
 
 def examples(count: int) -> int:
-    """``count`` in deep runs (``make test-deep``); in others two fifths of it, and no fewer than 20."""
+    """``count`` in deep runs (``make test-deep``); in others a quarter of it, and no fewer than 12."""
     return max(min(count, FEWEST), -(-count * settings().max_examples // 100))

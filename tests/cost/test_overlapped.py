@@ -60,6 +60,7 @@ def test_a_plan_hides_what_each_of_its_pipelines_has_room_for():
     cost = AnalyticCost(model=MODEL, cluster=cluster_preset("2x8xH100-80GB"))
     for policy in ("auto", "dcp-intra"):
         few = {"policy": policy, "steps": 1, "max_stages": 2, "offload": "none", "methods": ["ulysses"]}
+        few["tokens_per_step"] = 60_000 if policy == "auto" else 120_000
         for plan in lengthwise.plan("githubcode", model="llama-7b", cluster="2x8xH100-80GB", **few):
             if plan.num_phases > 1:
                 continue

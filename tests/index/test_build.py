@@ -131,14 +131,21 @@ def test_an_index_is_kept_where_its_replacement_cannot_be_built(corpus, tmp_path
     assert files_of(out) == undisturbed
 
 
+@pytest.fixture(scope="module")
+def two_corpora(tmp_path_factory):
+    """Each with its index."""
+    folder = tmp_path_factory.mktemp("corpora")
+    rows = [{"input_ids": [k, k + 1, 2], "labels": [-100, -100, 2]} for k in range(300)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "b.jsonl", TEXTS)
+    return [(folder / name, build(folder / name, folder / f"{name}-index").path) for name in ("a.jsonl", "b.jsonl")]
+
+
 @pytest.mark.parametrize("number", range(12))
-def test_a_replacement_that_is_killed_keeps_one_of_both_and_goes_on(tmp_path, monkeypatch, number):
-    rows = [{"input_ids": [k, k + 1, 2]} for k in range(300)]
-    old, new = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    old.write_text("".join(json.dumps({**row, "labels": [-100, -100, 2]}) + "\n" for row in rows))
-    write_jsonl(new, TEXTS)
-    before, after = files_of(build(old, tmp_path / "old").path), files_of(build(new, tmp_path / "new").path)
-    build(old, tmp_path / "out")
+def test_a_replacement_that_is_killed_keeps_one_of_both_and_goes_on(two_corpora, tmp_path, monkeypatch, number):
+    (old, old_index), (new, new_index) = two_corpora
+    before, after = files_of(old_index), files_of(new_index)
+    shutil.copytree(old_index, tmp_path / "out")
     num_moved, replace = 0, Path.replace
 
     def killed_at(self, target):

@@ -20,6 +20,7 @@ from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.sim.engine import simulate
+from tests.examples import examples
 from tests.plan.costs import HiddenUpdates, SimpleCost, make_batch, make_problem
 
 OTHERS = [name for name in POLICIES if name != "auto"]
@@ -83,7 +84,7 @@ def test_auto_is_never_slower_than_any_policy(case):
     assert best.time_s == pytest.approx(simulate(best).step_time_s, rel=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(problems(), st.sampled_from(["auto", "hydraulis"]))
 def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, policy):
     problem, lengths = case

@@ -63,7 +63,7 @@ def test_plans_compute_every_sequence_once_fit_and_respect_their_bound(
 
 @POLICIES
 @given(batches, st.integers(1, 7))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 def test_equal_batches_get_equal_plans(policy, lengths, num_devices):
     def plan():
         problem = problem_of(num_devices=num_devices, samples=[lengths])

@@ -23,7 +23,7 @@ from lengthwise.plan.uniform.tune import tiling_candidates
 
 from .costs import make_batch, make_problem
 
-FEW, TIMES = 1500, 4
+FEW, TIMES = 800, 4
 MOST_GROWTH = 1.6 * TIMES
 """Of operations, where jobs grow ``TIMES``-fold: what sorting and searching add, far from ``TIMES`` squared."""
 

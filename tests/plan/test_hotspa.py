@@ -81,7 +81,7 @@ def test_switches_that_cost_more_than_they_save_are_not_made():
     assert len(prepare("hotspa", problem).ranges) == 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     samples=st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=20), min_size=1, max_size=3),
     num_devices=st.sampled_from([1, 4, 6]),

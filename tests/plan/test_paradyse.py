@@ -12,6 +12,7 @@ from lengthwise.plan.layerwise.paradyse import prepare
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.problem import PricedBatch
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 SHARDED = (Method.MEGATRON_TS, Method.ULYSSES_Z, Method.METP)
@@ -64,7 +65,7 @@ def schemes_run(plan):
     st.integers(8, 200),
     st.sampled_from([(objective, flag) for objective in Objective for flag in (False, True)]),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_plans_compute_every_sequence_once_fit_and_respect_their_bound(
     lengths, num_devices, devices_per_node, capacity, charging
 ):
@@ -88,7 +89,7 @@ def test_equal_batches_get_equal_plans(lengths):
 
 
 @given(batches)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_every_pack_runs_within_the_smoothing_of_the_fastest_mix_that_holds_it(lengths):
     policy = prepare(SCARCE)
     plan = Planner(policy="paradyse", problem=SCARCE)(make_batch(lengths))

@@ -14,6 +14,7 @@ from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.report.chakra import Collective, NodeType, write_chakra
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.simulate_step import run_step
+from tests.examples import examples
 from tests.sim.plans import LAYERS, lane, make_plan, plans
 
 MODEL = ModelSpec(
@@ -164,7 +165,7 @@ def test_a_file_begins_with_its_metadata_and_numbers_its_nodes(tmp_path):
     assert not any(nodes[0].deps) and all(node.deps for node in nodes[1:])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(plan=plans())
 def test_ranks_never_wait_in_vain_and_take_the_simulated_time_where_communication_is_free(plan, tmp_path_factory):
     folder, plan = tmp_path_factory.mktemp("et"), _split_where_nothing_is_sent(plan)
@@ -198,7 +199,7 @@ def _without_communication(plan):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(plan=plans())
 def test_every_send_has_its_receive_and_every_collective_all_its_ranks(plan, tmp_path_factory):
     folder = tmp_path_factory.mktemp("et")

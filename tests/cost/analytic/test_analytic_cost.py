@@ -23,6 +23,7 @@ from lengthwise.cost.links import (
 )
 from lengthwise.cost.memory_model import kept_bytes_per_layer
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
+from tests.examples import examples
 
 GIB = 2**30
 COUNTED = [
@@ -57,7 +58,7 @@ MIXED = PipelineConfig(
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, MIXED], ids=lambda scheme: scheme.name)
 def test_times_and_bytes_grow_with_every_length(scheme):
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(1, 1000))
     def check(lengths, more):
         longer = [lengths[0] + more, *lengths[1:]]

@@ -16,6 +16,7 @@ from lengthwise.cost.analytic.stage_time import TILE_LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.links import exchange_bytes_per_s, host_copy_bytes_per_s
+from tests.examples import examples
 
 MODEL = model_preset("llama-3-8b")
 LAYERS = MODEL.num_layers
@@ -38,7 +39,7 @@ def scheme_of(method=Method.ULYSSES, recomputed=0, offloaded=0, tile_tokens=0, *
 def test_times_and_bytes_grow_with_length_under_every_rung(method, rung):
     scheme = scheme_of(method, *rung)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=examples(20), deadline=None)
     @given(st.integers(1, 10**6), st.integers(1, 10**5))
     def check(length, more):
         shorter_s, longer_s = COST.sequence_times_s(np.array([length, length + more]), scheme)

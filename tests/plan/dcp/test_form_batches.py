@@ -65,7 +65,7 @@ def test_formed_batches_and_their_plans_keep_what_is_predicted():
 
 
 @given(streams, st.sampled_from(sorted(PROBLEMS)))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_oldest_sequence_held_is_in_the_next_batch(batches, num_devices):
     stream = stream_of(batches)
     left = sorted(sequence for batch in stream for sequence in batch.ids)
@@ -113,7 +113,7 @@ def test_no_sequence_is_passed_over_for_long():
 
 
 def test_formed_batches_are_computed_faster_than_the_samplers():
-    problem, stream = PROBLEMS[7], tailed_stream(30, 16, seed=3)
+    problem, stream = PROBLEMS[7], tailed_stream(18, 16, seed=3)
     planner = Planner(policy="dcp-intra", problem=problem)
     formed = list(form_batches(iter(stream), problem, growth_cap=3.0))
     assert sum(planner(batch).time_s for batch in formed) < sum(planner(batch).time_s for batch in stream)

@@ -87,7 +87,7 @@ def test_every_pack_runs_as_the_fastest_candidate_that_holds_it_with_the_fewest_
 
 
 @given(st.integers(10, 1600), st.one_of(st.none(), st.integers(1, 20)))
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 def test_a_setting_has_the_greatest_throughput_of_all_batch_sizes_degrees_and_recomputed_layers(length, most):
     problem, _ = recompute_family()
     setting = fastest_setting(length, problem.candidates, max_batch_size=most)

@@ -21,7 +21,7 @@ from lengthwise.plan.space.search_space import SearchSpace, make_problem
 LONGEST = 131_072
 MODELS = ("llama-7b", "llama-3-8b", "llama-13b", "llama-32b")
 CLUSTERS = ("2x8xH100-80GB", "4x8xH100-80GB", "8x8xH100-80GB", "4x8xA800-80GB")
-MOST_MEMBERS = 12
+MOST_MEMBERS = 10
 """Members of a family of which all lists are tried."""
 
 
@@ -68,7 +68,7 @@ def test_rungs_are_as_fast_as_the_best_of_all_lists_of_a_familys_members(problem
     assert num_families > 10
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (2, 3))])
 def test_each_rung_holds_more_tokens_and_no_sequence_takes_less_time_than_a_shorter_one(seed):
     rng = np.random.default_rng(seed)
     model, cluster = model_preset(str(rng.choice(MODELS))), cluster_preset(str(rng.choice(CLUSTERS)))

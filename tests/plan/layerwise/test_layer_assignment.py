@@ -171,7 +171,7 @@ def test_a_family_of_one_option_has_no_mixes():
 
 
 @given(st.integers(1, 2500))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 def test_mixes_of_a_few_token_counts_serve_all_token_counts_nearly_as_well(num_tokens):
     pool = deep_pool()
     assume(num_tokens <= max(candidate.max_tokens for candidate in pool))

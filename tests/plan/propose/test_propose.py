@@ -9,6 +9,7 @@ from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps, price_st
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.space.placement import place, placeable
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems, workload_of
 
@@ -39,7 +40,7 @@ def published_strategies(problem, samples):
 
 
 @given(problems(max_devices=12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_every_proposal_tiles_the_cluster_and_can_be_placed(problem):
     proposals = propose(problem)
     assert 1 <= len(proposals) <= 8
@@ -50,7 +51,7 @@ def test_every_proposal_tiles_the_cluster_and_can_be_placed(problem):
 
 
 @given(problems(max_devices=12))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_some_proposal_holds_the_longest_sequence(problem):
     assert any(
         candidate.max_tokens >= problem.max_length for proposal in propose(problem) for candidate, _ in proposal.counts
@@ -58,7 +59,7 @@ def test_some_proposal_holds_the_longest_sequence(problem):
 
 
 @given(problems(max_devices=8, max_steps=7))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_the_best_homogeneous_strategy_is_proposed_and_none_beats_the_best_proposal(problem):
     steps = problem.samples[:4]
     proposals = propose(problem)

@@ -59,7 +59,7 @@ def test_a_schedule_runs_every_job_once_within_capacity_and_its_numbers_follow_f
     check(schedule(work, sizes, machines, objective=objective), work, sizes, machines, objective)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(problems)
 def test_equal_inputs_give_equal_schedules(problem):
     machines, sizes, objective = problem
@@ -69,7 +69,7 @@ def test_equal_inputs_give_equal_schedules(problem):
     assert schedule(work.copy(), sizes.copy(), list(machines), objective=objective) == first
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(problems)
 def test_more_effort_never_loosens_the_bound(problem):
     machines, sizes, objective = problem

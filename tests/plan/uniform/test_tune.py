@@ -48,7 +48,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     samples=SAMPLES,
     num_devices=st.sampled_from([1, 4, 6]),

@@ -46,7 +46,7 @@ def test_estimates_are_near_what_is_planned(data, problem, objective):
 
 
 @given(st.data(), problems(max_steps=5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_many_strategies_and_steps_at_once_are_estimated_as_each_alone(data, problem):
     workload = workload_of(problem)
     tiler, estimator = Tiler(workload, problem.devices_per_node), Estimator(workload, problem.objective)
@@ -58,7 +58,7 @@ def test_many_strategies_and_steps_at_once_are_estimated_as_each_alone(data, pro
 
 
 @given(st.data(), problems(max_steps=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_no_strategy_is_estimated_below_the_floor_of_all(data, problem):
     workload = workload_of(problem)
     tiler, estimator = Tiler(workload, problem.devices_per_node), Estimator(workload, problem.objective)

@@ -54,7 +54,7 @@ def test_equals_exhaustive_search_for_every_length_limit(bubble, problem):
 
 
 @given(problems(max_steps=2, max_sequences=5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_strategies_fit_the_cluster_and_take_at_least_the_fractional_time(problem):
     workload = workload_of(problem)
     for bubble in (False, True):
@@ -66,7 +66,7 @@ def test_strategies_fit_the_cluster_and_take_at_least_the_fractional_time(proble
 
 
 @given(problems(max_steps=2, max_sequences=5))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_bubble_never_makes_it_faster(problem):
     workload = workload_of(problem)
     printed, real = (integer_strategies(workload, bubble=bubble, tolerance=EXACT) for bubble in (False, True))

@@ -9,6 +9,7 @@ from lengthwise.plan.heterogeneous.propose.moves import exchanges, merges, refil
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import make_starts
 from lengthwise.plan.heterogeneous.propose.tiling import Tiler
+from tests.examples import examples
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems, workload_of
 
@@ -30,7 +31,7 @@ def every_tiling(tiler):
 
 
 @given(problems(max_steps=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_moves_lead_to_other_strategies_that_tile_the_cluster(problem):
     tiler = search_of(problem).tiler
     present = tiler.fill([0] * len(tiler.sizes))
@@ -42,7 +43,7 @@ def test_moves_lead_to_other_strategies_that_tile_the_cluster(problem):
 
 
 @given(problems(max_steps=4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_climbing_never_gets_slower_and_keeps_what_must_be_held(problem):
     search = search_of(problem)
     start = search.ranked(holding=problem.max_length)[0]
