@@ -79,8 +79,8 @@ def settings_of(
     Of degrees between one rank and all, and of methods after the first, only layers of both kinds: the last setting.
     Layers of both kinds are offloaded.
     """
-    max_degree, most_slots = max(degrees), run.wrapped_model.most_slots
-    lengths = _within(most_slots, short_lengths(run.collator, max_degree))
+    max_degree = max(degrees)
+    lengths = short_lengths(run.collator, max_degree)
     settings = [
         ComputeSetting(
             lengths=lengths, degree=degree, method=method, recompute=name,
@@ -107,7 +107,7 @@ def settings_of(
         return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [
-        ComputeSetting(lengths=_within(most_slots, (long, 5)), degree=degree, method=method, recompute=recompute[-1])
+        ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
         for degree in sorted({1, max_degree})
         for method in (methods[:1] if degree == 1 else shared_by(degree, methods))
     ]
@@ -120,13 +120,7 @@ def settings_of(
             )  # fmt: skip
             break
         settings.append(
-            ComputeSetting(
-                lengths=_within(most_slots, (length, 5)),
-                degree=max_degree,
-                method=methods[0],
-                recompute="none",
-                gradients=False,
-            )
+            ComputeSetting(lengths=(length, 5), degree=max_degree, method=methods[0], recompute="none", gradients=False)
         )
     return settings
 
@@ -141,11 +135,11 @@ def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple
     while left > 0:
         lengths.append(min(limit, max(2, left - left // 2)))
         left -= lengths[-1]
-    return _within(run.wrapped_model.most_slots, tuple(lengths))
+    return tuple(lengths)
 
 
-def _within(most_slots: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The lengths of a pack without those that are too much for it."""
+def within(most_slots: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The lengths of a pack without those that are too much for it, in order."""
     if most_slots is None:
         return lengths
     fitting: list[int] = []

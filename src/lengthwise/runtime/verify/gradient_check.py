@@ -24,7 +24,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
-from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of
+from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
@@ -108,7 +108,8 @@ def check_exact(
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
     settings = settings_of(run, degrees=degrees, methods=methods, recompute=recompute, longest=longest)
-    settings = [replace(setting, head_groups=head_groups) for setting in settings]
+    most_slots = run.wrapped_model.most_slots
+    settings = [replace(s, head_groups=head_groups, lengths=within(most_slots, s.lengths)) for s in settings]
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
         with short_tiles(run.wrapped_model.tiles):

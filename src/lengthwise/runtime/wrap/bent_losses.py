@@ -57,8 +57,8 @@ def _bends(loss: Tensor, num_slots: int) -> list[str]:
 
 def _shape_of(node: Any) -> tuple[int, ...] | None:
     """The shape of what an operation gave; None: a parameter, or not known."""
-    given = getattr(node, "_input_metadata", None)
-    return tuple(given[0].shape) if given and node.next_functions else None
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(metadata[0].shape) if metadata and node.next_functions else None
 
 
 def _is_number(node: Any) -> bool:

@@ -57,6 +57,8 @@ class WrappedModel:
     _prepared: PreparedForward | None = None
     next_step = 0
     """The step that its weights are for, counted by the run."""
+    most_slots: int | None = None
+    """Slots of a pack that it can be given; None: any number."""
 
     def __init__(
         self,
@@ -99,8 +101,6 @@ class WrappedModel:
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
-        self.most_slots: int | None = None
-        """Slots of a pack that the model can be given; None: any number."""
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing, self._dense = BalancingLosses(model), DenseEmbeddings(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
