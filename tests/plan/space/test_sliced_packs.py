@@ -155,6 +155,17 @@ def test_slices_join_where_they_pay_and_nowhere_else():
     )
 
 
+def test_slices_join_where_none_as_fast_takes_fewer_device_seconds():
+    """Half the cluster for one giant, the others beside it: neither the fastest for it nor the cheapest."""
+    cost = AnalyticCost(model=SPEC, cluster=cluster_preset("32x8xH100-80GB"))
+    sizes = [(32, 8), (32, 4), (32, 2), (16, 4), (64, 2), (8, 1), (32, 1)]
+    schemes = [uniform_scheme(SPEC.num_layers, degree=degree, stages=n, method=Method.ULYSSES) for degree, n in sizes]
+    giant = np.array([131_072, *[1200] * 550])
+    space = make_candidates(schemes, cost, num_devices=256)
+    joined = with_slices(space, Slices.AUTO, samples=[giant], max_length=131_072)[len(space) :]
+    assert {(32, 8), (32, 4), (32, 2)} <= {(option.scheme.degree, option.num_stages) for option in joined}
+
+
 @pytest.mark.parametrize("shares", [[1.0], [1.0] * 2, [1.0, 0.999, 0.01], [0.1] * 20], ids=str)
 def test_slices_join_where_they_alone_hold_the_longest_sequence_of_the_run(shares):
     """In a typical batch it may come once, several times or not at all."""
