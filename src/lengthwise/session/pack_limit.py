@@ -8,8 +8,12 @@ from lengthwise.core.errors import CheckError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.crowded_packs import MOST_SLOTS, crowding_problem
+from lengthwise.runtime.verify.verdict import NotComputedError
 
 _log = logging.getLogger("lengthwise")
+
+FEWEST_SLOTS = 40
+"""Slots of the longest sequence at least, so that packs of that size with several sequences are compared."""
 
 
 def check_packs(
@@ -26,7 +30,7 @@ def check_packs(
     largest = min(MOST_SLOTS, int(lengths.num_tokens) // size, (options.max_tokens or MOST_SLOTS * size) // size)
 
     def limit_packs(problem: str) -> None:
-        if longest >= largest or crowding_problem(prepared, longest):
+        if not FEWEST_SLOTS <= longest < largest or crowding_problem(prepared, longest):
             raise CheckError(problem)
         prepared.wrapped_model.most_slots = longest
         if prepared.world.is_first:
@@ -37,7 +41,7 @@ def check_packs(
         return check()
     try:
         check()
-    except CheckError as error:
+    except NotComputedError as error:
         limit_packs(error.marked)
         return check()
     if problem := crowding_problem(prepared, largest):

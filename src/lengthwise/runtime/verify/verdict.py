@@ -23,6 +23,10 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
         self.reason = reason
 
 
+class NotComputedError(CheckError):
+    """The model fails with an error where plans compute it otherwise than its user."""
+
+
 class NotWithTheseWeights(Exception):  # noqa: N818 - an outcome, not a fault
     """The model cannot be compared while its weights of zero have other values."""
 
@@ -54,7 +58,7 @@ def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", 
         return result
     kind, message = broadcast_json(run.world, failure, source=first)
     if kind == "dtype":
-        raise NotInThisDtype(CheckError(message))
+        raise NotInThisDtype(CheckError(message) if is_stock else NotComputedError(message))
     if kind == "weights":
         raise NotWithTheseWeights(message)
     raise next(
