@@ -7,6 +7,8 @@ some models give their sliding window to the mask alone. A registered attention 
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -193,6 +195,29 @@ class AttentionSwitch:
         self.off()
         for module, config in zip(self._with, self._shared):
             module.config = config
+
+
+class OwnCaches:
+    """The caches of keys and values that configs ask for: a layer that is computed again would add to them."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        """``parts``: models of transformers."""
+        self._with: list[Any] = [module for part in parts for module in part.modules() if hasattr(module, "config")]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within, configs ask for none."""
+        configs = {id(module.config): module.config for module in self._with}
+        nested = [part for config in configs.values() for part in _sub_configs(config)]
+        asking = [config for config in (*configs.values(), *nested) if getattr(config, "use_cache", False)]
+        before = [config.use_cache for config in asking]
+        for config in asking:
+            config.use_cache = False
+        try:
+            yield
+        finally:
+            for config, value in zip(asking, before):
+                config.use_cache = value
 
 
 _CHOICE = "_attn_implementation_internal"

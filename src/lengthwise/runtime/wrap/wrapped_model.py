@@ -26,7 +26,7 @@ from lengthwise.runtime.wrap.forward_arguments import check_arguments
 from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
-from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
+from lengthwise.runtime.wrap.hugging_face import AttentionSwitch, OwnCaches
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_in, loss_of_logits
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
@@ -100,6 +100,7 @@ class WrappedModel:
         self.checkpointing = OwnCheckpointing(model, *parts, is_in_layer=lambda: self.layers.is_inside)
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
+        self._caches = OwnCaches(*parts)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing, self._dense = BalancingLosses(model), DenseEmbeddings(model)
@@ -239,7 +240,7 @@ class WrappedModel:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices), shards.active(micro_batch.shard):
                     inputs = self.inputs_of(micro_batch)
-                    with intercepting(intercept):
+                    with self._caches.off(), intercepting(intercept):
                         self._forward(**inputs)
             except AllAttendedError:
                 pass
@@ -326,10 +327,11 @@ class WrappedModel:
         return output
 
     def _compute(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
-        if self.by_sequence is not None:
-            return self.by_sequence(shard, args, kwargs)
-        with self._balancing.by_sequence(shard):
-            return self._call(shard, args, kwargs)
+        with self._caches.off():
+            if self.by_sequence is not None:
+                return self.by_sequence(shard, args, kwargs)
+            with self._balancing.by_sequence(shard):
+                return self._call(shard, args, kwargs)
 
     def _call(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
         if self.uses_labels and self.labels.shifts and not self.labels.takes_shifted:
