@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 
+import lengthwise as lw
 from lengthwise.config.prepare_options import read_options
 from lengthwise.core.batch import EVERY_TOKEN, MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
@@ -87,6 +89,37 @@ def test_models_that_classify_need_labels_and_know_how_many_classes_there_are():
     tied.lm_head = nn.Module()
     tied.lm_head.weight = nn.Parameter(torch.zeros(7, 16))
     assert expected_columns(tied, options).label_limit == 7, "a head that is no linear layer"
+
+
+def electra():
+    sizes = {"embedding_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.ElectraConfig(vocab_size=models.VOCAB, hidden_size=16, **sizes, **none)
+    return transformers.ElectraForPreTraining(config)
+
+
+def test_a_discriminator_of_tokens_learns_from_the_label_of_each():
+    model = electra()
+    expected = expected_columns(model, read_options({}))
+    assert (expected.objective, expected.needs_labels, expected.label_limit) == (EVERY_TOKEN, True, 2)
+    corpus = [{"input_ids": row, "labels": row % 2} for row in models.rows()]
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "verbose": False, "packing": "always"}
+    lw.prepare(model, corpus, objective="every-token", **options).close()
+
+
+class MyPreTrainingModel(transformers.LlamaForCausalLM):
+    """A class whose name has a part of those of others."""
+
+
+def test_what_the_user_says_wins_over_a_guess_by_the_name_of_the_class():
+    answers = bert("BertForQuestionAnswering")
+    with pytest.raises(InputError, match=r"neither one label .* say objective='every-token' .* inputs= and loss="):
+        expected_columns(answers, read_options({}))
+    for said in ({"objective": EVERY_TOKEN}, {"loss": read, "objective": EVERY_TOKEN}, {"inputs": read}):
+        assert expected_columns(answers, read_options(said)).objective == said.get("objective", NEXT_TOKEN)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    named = MyPreTrainingModel(transformers.LlamaConfig(vocab_size=models.VOCAB, **sizes))
+    assert expected_columns(named, read_options({})).objective == NEXT_TOKEN
 
 
 def test_a_table_that_is_looked_up_by_other_numbers_as_well_is_not_that_of_tokens():

@@ -12,17 +12,22 @@ from lengthwise.session.item_values import ExpectedColumns
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForNextSentencePrediction")
 """Ends of names of classes of transformers that classify each sequence."""
+_OF_TOKENS = ("ForTokenClassification", "ElectraForPreTraining", "FunnelForPreTraining")
+"""Ends of names of classes of transformers that classify each token."""
+_IN_TWO = ("ForNextSentencePrediction", "ElectraForPreTraining", "FunnelForPreTraining")
+"""Ends of names of classes of transformers whose labels are 0 and 1, whatever the config says."""
 _OF_MORE = (
-    "MultipleChoice",
-    "QuestionAnswering",
-    "PreTraining",
+    "ForMultipleChoice",
+    "ForQuestionAnswering",
+    "ForQuestionAnsweringSimple",
+    "ForPreTraining",
     "DoubleHeadsModel",
-    "ImageClassification",
-    "AudioClassification",
-    "VideoClassification",
-    "CTC",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForVideoClassification",
+    "ForCTC",
 )
-"""Parts of names of classes of transformers whose loss is one neither of tokens nor of sequences."""
+"""Ends of names of other classes of transformers, whose loss is one neither of tokens nor of sequences."""
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -46,15 +51,18 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
     inner = base_model(model)
     name = type(inner).__name__
     is_hugging_face = _is_hugging_face(inner)
-    if is_hugging_face and options.loss is None and any(part in name for part in _OF_MORE):
-        raise InputError(
-            f"{name} has neither one label for each token nor one for each sequence, which is what items can hold; use "
-            "its ...ForTokenClassification or ...ForSequenceClassification"
-        )
     of_sequences = labels_sequences(model, options)
     if of_sequences:
         _check_classifies_sequences(inner, options)
-    classifies = of_sequences or (is_hugging_face and name.endswith("ForTokenClassification"))
+    of_tokens = is_hugging_face and name.endswith(_OF_TOKENS)
+    classifies = of_sequences or of_tokens
+    is_said = any(said is not None for said in (options.objective, options.inputs, options.loss))
+    if is_hugging_face and not (of_tokens or is_said) and name.endswith(_OF_MORE):
+        raise InputError(
+            f"{name} has neither one label for each token nor one for each sequence, which is what items can hold; use "
+            "its ...ForTokenClassification or ...ForSequenceClassification, say objective='every-token' if its labels= "
+            "are those of tokens, or say how it is called and how its loss is made with inputs= and loss="
+        )
     objective = options.objective or (
         MASKED if name.endswith("ForMaskedLM") else EVERY_TOKEN if classifies else NEXT_TOKEN
     )
@@ -102,7 +110,7 @@ def _is_hugging_face(model: nn.Module) -> bool:
 
 def _label_limit(model: Any, *, classifies: bool) -> int | None:
     """Labels are below this number."""
-    if type(model).__name__.endswith("ForNextSentencePrediction"):
+    if type(model).__name__.endswith(_IN_TWO):
         return 2
     if classifies:
         return int(model.config.num_labels)
