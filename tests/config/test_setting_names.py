@@ -98,7 +98,7 @@ def test_each_surface_spells_settings_that_it_has(setting):
     ("spell", "spelt"),
     [
         (as_key, "Set data.max_length=3, optim.name=sgd or plan.max_tokens"),
-        (as_option, "Set max_length=3, optimizer=sgd or max_tokens"),
+        (as_option, "Set max_length=3, optimizer='sgd' or max_tokens"),
         (PYTHON, f"Set max_length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
         (COMMAND_LINE, f"Set --max-length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
     ],
@@ -138,6 +138,17 @@ def test_values_that_an_error_names_are_spelt_for_the_trainer():
         'Set optim="sgd", lengthwise={"optimizer": "adafactor"}, torch_compile=True, lengthwise={"recompute": "all"}, '
         'lengthwise={"max_length": 30}, lengthwise={"optimizer": <lambda>}, lengthwise={"optimizer": NAdam}, '
         "or learning_rate=1.5e-3."
+    )
+
+
+def test_values_that_an_error_names_are_spelt_as_python_has_them():
+    text = (
+        f"Set {Setting.RECOMPUTE}=none, {Setting.OPTIMIZER}=NAdam, {Setting.COMPILE}=false, {Setting.MAX_STAGES}=1, "
+        f"{Setting.MAX_LENGTH}=<length> or {Setting.MAX_TOKENS}=30."
+    )
+    assert InputError(text).spelt(as_option) == (
+        "Set recompute='none', optimizer=NAdam, compile=False, max_stages=1, max_length=<length> or "
+        f"plan.max_tokens{ELSEWHERE}=30."
     )
 
 

@@ -125,9 +125,7 @@ def outcomes(name, *, weights="whole", is_adapted=False, kinds=KINDS, keeps_aver
         averages = Averages(model) if keeps_averages else None
     expected, done, found = train_alone(build(name, is_adapted), len(kinds)), 0, {}
     for kind in kinds:
-        run.planner = partial(
-            plan_of, kind, run.wrapped_model.structure.num_layers, run.world.size, options.get("recompute") != "none"
-        )
+        run.planner = partial(plan_of, kind, run.wrapped_model.structure.num_layers, run.world.size, run.can_recompute)
         try:
             step = next(run.steps())
         except LengthwiseError as error:

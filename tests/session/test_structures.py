@@ -21,7 +21,7 @@ NO_STAGES = (
 """Why a step in pipeline stages is refused."""
 REFUSED = (
     r"calls none of its layers|is not called|called twice in a micro-batch, or its layers in another order|"
-    r"of another layer, and weights|cannot be read or written here|cannot be recomputed; set recompute=none|"
+    r"of another layer, and weights|cannot be read or written here|cannot be recomputed; set recompute='none'|"
     r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
     r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
     r"without a tensor by which|must not depend on the data|"
@@ -77,7 +77,7 @@ def test_a_plan_that_recomputes_what_was_not_compared_so_is_refused():
     """Layers that change what they are given keep it changed, and a second forward would change it again."""
     run = lw.prepare(build("layer_forms.StateChanged"), rows(), steps=1, recompute="none", **OPTIONS)
     run.planner = lambda batch: plan_of("alone", 3, 1, True, batch)
-    with pytest.raises(InputError, match=r"recomputes layers, which recompute=none left out of the comparison"):
+    with pytest.raises(InputError, match=r"recomputes layers, which recompute='none' left out of the comparison"):
         next(run.steps())
     run.close()
 

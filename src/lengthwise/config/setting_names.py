@@ -12,11 +12,20 @@ MODEL_WORDS = {Setting.MODEL: "model", Setting.HF: "from_pretrained"}
 """What stands for settings of the model where Python code makes it."""
 
 
-def as_option(setting: Setting) -> str:
-    """Spell a setting as an option of ``prepare``, or say that only configurations have it."""
-    if setting in MODEL_WORDS:
-        return MODEL_WORDS[setting]
-    return _option(setting) or _elsewhere(setting)
+class OptionSpelling:
+    """Spells settings as options of ``prepare``."""
+
+    def __call__(self, setting: Setting) -> str:
+        """The option that means the setting, or that only configurations have it."""
+        return MODEL_WORDS.get(setting) or _option(setting) or _elsewhere(setting)
+
+    def assign(self, setting: Setting, value: str) -> str:
+        """The option with a value: ``recompute='none'``."""
+        is_code = _option(setting) is None or (setting is Setting.OPTIMIZER and value not in get_args(OptimizerName))
+        return f"{self(setting)}={value if is_code or value.startswith('<') else _literal(value, quote=_SINGLE)}"
+
+
+as_option = OptionSpelling()
 
 
 def _option(setting: Setting) -> str | None:
@@ -66,13 +75,14 @@ _ARGUMENTS = {
 }
 """Settings that are arguments of the trainer, or of its ``TrainingArguments``."""
 _OPTIMIZERS = {"adamw": "adamw_torch", "sgd": "sgd"}
+_SINGLE = "'"
 _WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-def _literal(value: str) -> str:
+def _literal(value: str, quote: str = '"') -> str:
     """A value of a message as Python code."""
     try:
         float(value)
     except ValueError:
-        return _WORDS.get(value, f'"{value}"')
+        return _WORDS.get(value, f"{quote}{value}{quote}")
     return value

@@ -15,7 +15,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
+from lengthwise.core.errors import InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
@@ -52,6 +52,7 @@ from lengthwise.session.coupled_units import (
     with_members_planned,
 )
 from lengthwise.session.datasets import RunSequences, read_sequences
+from lengthwise.session.fallbacks import learn_exactly
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
@@ -184,7 +185,7 @@ def learn_model(
     chosen = with_weight_placement(model, chosen, world, memory_bytes)
     if chosen.weights != "by-layer":
         model.to(world.device)
-    prepared = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
+    prepared, chosen = learn_exactly(model, chosen, partial(_learn, model, world, sequences, objective))
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
@@ -211,40 +212,6 @@ def _check_labels_are_meant(prepared: PreparedModel, options: PrepareOptions, se
         "place, and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give "
         "items labels, which are used as they are"
     )
-
-
-def _packed_or_by_sequence(
-    model: nn.Module, chosen: PrepareOptions, learned: Callable[[PrepareOptions, bool], PreparedModel]
-) -> PreparedModel:
-    """The model, traced and compared with itself: in packs where that is exact, else sequence by sequence.
-
-    Raises:
-        InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
-        CheckError: the same, where it was found by comparing.
-    """
-    of_sequences = labels_sequences(model, chosen)
-    if of_sequences and chosen.packing == "always":
-        raise InputError(
-            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once "
-            "for each; leave packing out"
-        )
-    if of_sequences or chosen.packing == "never":
-        return learned(chosen, True)
-    try:
-        return learned(chosen, False)
-    except (InputError, CheckError) as error:
-        asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
-        if chosen.packing == "always" or chosen.weights == "by-layer" or any(asks_for_packs):
-            raise
-        refusal = str(error)
-    prepared = learned(chosen, True)
-    if prepared.world.is_first:
-        _log.warning(
-            "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
-            "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
-            type(model).__name__, refusal.replace(". check=False trains it all the same", ""),
-        )  # fmt: skip
-    return prepared
 
 
 def _learn(

@@ -41,7 +41,7 @@ ODDITIES = {
     "second mixer": BY_HAND + "cumsum",
     "log-n scaling": BY_HAND,
     "batch norm": r"changes its buffer layers.0.batch_norm.running_mean \(BatchNorm1d\), .* use LayerNorm",
-    "keys of the layer before": "every layer recomputed.* set recompute='none'",
+    "keys of the layer before": "every layer recomputed.* set plan.recompute=none",
     "layer drop": "decides what is computed, .* set layerdrop",
 }
 

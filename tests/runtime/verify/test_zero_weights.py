@@ -69,7 +69,7 @@ HIDDEN = {
     "token shift": "begins in layer 0 .* calls cat, before its qkv",
     "short convolution": r"begins in layer 0 \(GatedBlock\), in conv",
     "log-n scaling": "begins in layer 0 ",
-    "keys of the layer before": "every layer recomputed.* set recompute='none'",
+    "keys of the layer before": "every layer recomputed.* set plan.recompute=none",
 }
 
 

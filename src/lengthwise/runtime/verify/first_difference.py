@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
@@ -104,8 +104,13 @@ def locate_difference(
     group: Group | None,
     recompute: tuple[bool, ...],
     methods: tuple[Method, ...] = (),
+    *,
+    is_of_recompute: bool = False,
 ) -> str:
-    """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this."""
+    """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this.
+
+    ``is_of_recompute``: nothing differs where no layer is recomputed.
+    """
     first, size, words = NOWHERE, 0.0, ""
     try:
         if group is not None or run.gather is not None:
@@ -116,9 +121,10 @@ def locate_difference(
     earliest = min(range(len(rows)), key=lambda rank: rows[rank][0])
     if rows[earliest][0] >= NOWHERE:
         words = "The outputs of all its modules agree, so the difference is in its loss, or in its backward"
-        if any(recompute):
+        if is_of_recompute:
             words += (
-                ": layers that share state beside their arguments cannot be recomputed; set recompute='none' for them"
+                ": layers that share state beside their arguments cannot be recomputed; set "
+                f"{Setting.RECOMPUTE}=none for them"
             )
         return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)

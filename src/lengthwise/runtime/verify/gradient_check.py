@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows, sum_over_ranks
 from lengthwise.runtime.comm.objects import broadcast_json
@@ -175,9 +175,26 @@ def _compare(
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
                 _check_same_exchanges(run, setting, group)
-            packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
+            packed = _packed_or_refused(run, setting, group, alone, tolerance)
             _verdict(run, setting, packed, alone, tolerance)
             on_every_rank(run, partial(_check_buffers, run, before))
+
+
+def _packed_or_refused(
+    run: PreparedModel, setting: ComputeSetting, group: Any, alone: GradientResult, tolerance: Tolerance
+) -> GradientResult | None:
+    """Gradients of a pack; if the model fails, and would not without recompute, the error says so."""
+    try:
+        return on_every_rank(run, partial(_packed_undrawn, run, setting, group), str(setting))
+    except NotInThisDtype as error:
+        if not _is_exact_without_recompute(run, setting, group, alone, tolerance):
+            raise
+        raise NotInThisDtype(
+            error.reason.with_message(
+                f"{error.reason.marked}; layers that change what they are given, or share state beside it, cannot be "
+                f"recomputed; set {Setting.RECOMPUTE}=none for them"
+            )
+        ) from None
 
 
 def _packed_undrawn(run: PreparedModel, setting: ComputeSetting, group: Any) -> GradientResult | None:
@@ -290,13 +307,36 @@ def _verdict(
     _check_called_again(run, setting, alone, tolerance)
     methods = (setting.method,) * run.wrapped_model.structure.num_layers
     group = group_of_degree(run.world, setting.degree)
-    where = locate_difference(run, setting.lengths, group, _flags(run, setting.recompute), methods)
+    where = locate_difference(
+        run, setting.lengths, group, _flags(run, setting.recompute), methods,
+        is_of_recompute=_is_exact_without_recompute(run, setting, group, alone, tolerance),
+    )  # fmt: skip
     source = int(ratios.nan_to_num(torch.inf).argmax())
     name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
     raise CheckError(
         f"{type(run.model).__name__} learns something else from packs than from its sequences one by one, called as "
         f"its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"
     )
+
+
+def _is_exact_without_recompute(
+    run: PreparedModel, setting: ComputeSetting, group: Any, alone: GradientResult, tolerance: Tolerance
+) -> bool:
+    """Whether nothing differs where no layer is recomputed; every rank calls this."""
+    if setting.recompute == "none":
+        return False
+    plain = replace(setting, recompute="none")
+    try:
+        packed, _ = on_every_rank(run, partial(_packed, run, plain, group), str(plain))
+    except (LengthwiseError, NotInThisDtype):
+        return False
+    ratio = 0.0 if packed is None else worst_difference(run, packed, alone, tolerance).ratio
+    return _is_within(run, ratio)
+
+
+def _is_within(run: PreparedModel, ratio: float) -> bool:
+    """Whether no rank has a difference beyond its limit; every rank calls this."""
+    return bool((gather_rows(torch.tensor([ratio], dtype=torch.float64, device=run.world.device)) <= 1.0).all())
 
 
 def _check_called_again(
@@ -307,9 +347,7 @@ def _check_called_again(
     again = on_every_rank(
         run, partial(gradients_alone, run, setting.lengths, gradients=setting.gradients), str(setting), is_stock=True
     )
-    ratio = worst_difference(run, again, alone, tolerance).ratio
-    ratios = gather_rows(torch.tensor([ratio], dtype=torch.float64, device=run.world.device))
-    if not bool((ratios <= 1.0).all()):
+    if not _is_within(run, worst_difference(run, again, alone, tolerance).ratio):
         raise CheckError(state.described())
 
 

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.checkpoint import CheckpointError
 
-from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError, Setting
+from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
@@ -95,11 +94,4 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
         return "dtype", (
             f"{name} in {numbers} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
         )
-    may_be_recompute = isinstance(error, CheckpointError) or ("recomputed" in what and "no layer" not in what)
-    way_out = (
-        "; layers that change what they are given, or share state beside it, cannot be recomputed; set "
-        f"{Setting.RECOMPUTE}=none for them"
-        if may_be_recompute
-        else ""
-    )
-    return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason}){way_out}"
+    return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason})"

@@ -1,0 +1,77 @@
+"""What a model is computed by that packs, or layers computed again, would change: what is exact, with a warning."""
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.config.setting_names import as_option
+from lengthwise.core.errors import CheckError, InputError, Setting
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.session.objectives import labels_sequences
+
+_log = logging.getLogger("lengthwise")
+
+Learn = Callable[[PrepareOptions, bool], PreparedModel]
+"""Traces a model and compares it with itself, in packs or sequence by sequence."""
+
+
+def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
+    """The model, traced and compared with itself: in packs where that is exact, else sequence by sequence.
+
+    Also returns the options that are left it.
+
+    Raises:
+        InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
+        CheckError: the same, where it was found by comparing.
+    """
+    of_sequences = labels_sequences(model, chosen)
+    if of_sequences and chosen.packing == "always":
+        raise InputError(
+            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once "
+            "for each; leave packing out"
+        )
+    if of_sequences or chosen.packing == "never":
+        return _learned(chosen, learn, by_sequence=True)
+    try:
+        return _learned(chosen, learn, by_sequence=False)
+    except (InputError, CheckError) as error:
+        asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
+        if chosen.packing == "always" or chosen.weights == "by-layer" or any(asks_for_packs):
+            raise
+        refusal = _reason(error)
+    prepared, chosen = _learned(chosen, learn, by_sequence=True)
+    if prepared.world.is_first:
+        _log.warning(
+            "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
+            "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
+            type(model).__name__, refusal,
+        )  # fmt: skip
+    return prepared, chosen
+
+
+def _learned(chosen: PrepareOptions, learn: Learn, *, by_sequence: bool) -> tuple[PreparedModel, PrepareOptions]:
+    """The model, whose layers plans may recompute unless that alone would not be exact."""
+    try:
+        return learn(chosen, by_sequence), chosen
+    except (InputError, CheckError) as error:
+        if Setting.RECOMPUTE not in error.remedies or chosen.recompute != "auto":
+            raise
+        first = error
+    chosen = chosen.model_copy(update={"recompute": "none"})
+    try:
+        prepared = learn(chosen, by_sequence)
+    except (InputError, CheckError):
+        raise first from None
+    if prepared.world.is_first:
+        _log.warning(
+            "no layer of %s is recomputed, as by recompute='none': exact, but what all layers save must fit; "
+            "recompute='all' of prepare refuses instead. Recomputed it would not be exact: %s",
+            type(prepared.model).__name__, _reason(first),
+        )  # fmt: skip
+    return prepared, chosen
+
+
+def _reason(error: InputError | CheckError) -> str:
+    return error.spelt(as_option).replace(". check=False trains it all the same", "")

@@ -1,0 +1,90 @@
+"""Models that packs, or layers computed again, would change are computed by what is exact, with a warning of it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError, InputError
+from tests.session import models
+from tests.session.structure_runs import OPTIONS, build, rows, train_alone
+
+OWN_PLANS = {**OPTIONS, "steps": 1, "cost": models.mixed_cost(), "memory_gib": 40}
+BY_ITSELF = "no layer of {} is recomputed, as by recompute='none': exact, but what all layers save must fit"
+
+
+class WithMask(models.Attention):
+    """Attends by a mask that its model leaves on it."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return self.out(y.transpose(-3, -2).flatten(-2))
+
+
+class Documents(models.GPT):
+    """Tokens see nothing beyond the last token 5."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.attention = WithMask(24, 4, causal=True)
+
+    def forward(self, idx, targets=None):
+        documents = (idx == 5).cumsum(1)
+        for block in self.blocks:
+            block.attention.mask = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+        return super().forward(idx, targets)
+
+
+def step_of(model):
+    """Whether it is computed in packs, and its weights after a step."""
+    run = lw.prepare(model, rows(), **OWN_PLANS)
+    step = next(run.steps())
+    assert not any(any(p.scheme_of(m).recompute) for p in step.plan.pipelines for m in p.micro_batches)
+    for micro_batch in step:
+        step.backward(model(**micro_batch.inputs)[1])
+    step.update()
+    run.close()
+    return run.wrapped_model.by_sequence is None, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_layers_that_cannot_be_recomputed_are_not_by_themselves(caplog, is_packed):
+    torch.manual_seed(0)
+    make = (lambda: build("layer_forms.StateChanged")) if is_packed else (lambda: Documents().double())
+    model = make()
+    stock = make()
+    stock.load_state_dict(model.state_dict())
+    _, (expected,) = train_alone(stock, 1)
+    with caplog.at_level("WARNING", logger="lengthwise"):
+        in_packs, weights = step_of(model)
+    assert in_packs == is_packed
+    assert BY_ITSELF.format(type(model).__name__) in caplog.text
+    assert caplog.text.count("is computed sequence by sequence") == (not is_packed)
+    assert "set recompute='none' for them" in caplog.text and "check=False" not in caplog.text
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=1e-10)
+
+
+def test_what_was_asked_for_is_refused_instead():
+    message = r"every layer recomputed.*cannot be recomputed; set recompute='none' for them"
+    with pytest.raises((InputError, CheckError), match=message):
+        lw.prepare(Documents().double(), rows(), **{**OWN_PLANS, "recompute": "all"})
+
+
+class Weighted(models.GPT):
+    """Its loss weighs one token more than others, so that a pack's is no mean of those of its sequences."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        weights = torch.ones(models.VOCAB, dtype=logits.dtype)
+        weights[:20] = 3.0
+        return logits, nn.functional.cross_entropy(logits[0], targets[0], weight=weights, ignore_index=-100)
+
+
+def test_a_difference_that_is_there_without_recompute_is_not_laid_to_it():
+    with pytest.raises(CheckError, match=r"in its loss, or in its backward\. check=False") as refused:
+        lw.prepare(Weighted().double(), rows(), **{**OWN_PLANS, "recompute": "all", "packing": "always"})
+    assert "every layer recomputed)" in str(refused.value) and "recompute='none'" not in str(refused.value)
