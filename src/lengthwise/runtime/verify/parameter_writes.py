@@ -1,4 +1,8 @@
-"""Refuse models whose forward changes their parameters: ranks and packs would change them differently."""
+"""Refuse models whose forward changes their parameters: ranks and packs would change them differently.
+
+A forward that clamps a whole parameter to numbers may: every forward of a step does the same to it. Where that changes
+values, ranks that did not compute it are noticed by their fingerprints between steps, and so are other changes.
+"""
 
 from typing import Any
 
@@ -12,12 +16,14 @@ from lengthwise.core.errors import InputError
 class RefuseParameterWrites(TorchDispatchMode):
     """While it is entered, an operation that would write to a parameter of a model raises ``InputError`` instead."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, may_clamp: bool = False) -> None:
+        """``may_clamp``: whether clamping that changes no value is let through."""
         super().__init__()
-        self._model = model
+        self._model, self._may_clamp = model, may_clamp
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func._schema.is_mutable and func.namespace == "aten":  # collectives bring parameters their values
+        is_checked = func._schema.is_mutable and func.namespace == "aten"  # collectives bring parameters their values
+        if is_checked and not (self._may_clamp and _clamps_nothing(func, args, kwargs or {})):
             for argument, value in zip(func._schema.arguments, args):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._check(func, value)
@@ -44,6 +50,16 @@ class RefuseParameterWrites(TorchDispatchMode):
                 if value.untyped_storage()._cdata == storage and first < end and start < last:
                     return name
         return None
+
+
+_CLAMPS = ("aten::clamp_", "aten::clamp_min_", "aten::clamp_max_")
+
+
+def _clamps_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation clamps a tensor to numbers that all of its values are within."""
+    if func._schema.name not in _CLAMPS or any(isinstance(limit, Tensor) for limit in (*args[1:], *kwargs.values())):
+        return False
+    return torch.equal(func(args[0].detach().clone(), *args[1:], **kwargs), args[0])
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:

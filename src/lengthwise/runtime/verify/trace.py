@@ -10,6 +10,7 @@ import torch
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import summed_loss, synthetic, traced_lengths
 from lengthwise.runtime.verify.float64_mode import noise_free
@@ -32,7 +33,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
     fill = Fill.SIGNED if labels is None else Fill.NOTHING  # a head of zeros has one loss, whatever the labels
     lengths = traced_lengths(run.collator)
     with noise_free(run, fill=fill), _rows_named(run):
-        with synthetic(run, lengths), RefuseParameterWrites(run.model):
+        with synthetic(run, lengths), _writes_refused(run):
             if labels is not None:
                 run.wrapped_model.labels = labels
             elif run.wrapped_model.objective == NEXT_TOKEN:
@@ -74,8 +75,14 @@ def trace_tiles(run: PreparedModel) -> str:
 
 
 def _forward(run: PreparedModel, sequence: int) -> None:
-    with run.gathered(), RefuseParameterWrites(run.model):
+    with run.gathered(), _writes_refused(run):
         summed_loss(run, (sequence,))
+
+
+def _writes_refused(run: PreparedModel) -> RefuseParameterWrites:
+    """Clamping is let through where every rank has whole weights, whose changes are noticed."""
+    may_clamp = run.gather is None and not isinstance(run.state, Fsdp2State)
+    return RefuseParameterWrites(run.model, may_clamp=may_clamp)
 
 
 @contextmanager
