@@ -28,6 +28,13 @@ class ForwardCall:
     """The scale of its logits."""
     operations: Operations | None = field(default=None, repr=False)
     """What an attention by hand does to its logits."""
+    num_keys: int | None = None
+    """The keys that its queries see; None: as many as there are queries."""
+
+    @property
+    def num_other_keys(self) -> int:
+        """How many keys it has beyond one for each query."""
+        return 0 if self.num_keys is None else self.num_keys - self.shape[-2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +126,10 @@ def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengt
             f"{where} grows with the sequence otherwise than one axis with its slots ({second.shape} for "
             f"{lengths[1]} of them instead of {lengths[0]}), so how to shard it is not known"
         )
-    if first.note != second.note:
+    note = first.note
+    if first.num_other_keys or second.num_other_keys:
+        note = _note_of_keys(first, second, lengths)
+    elif first.note != second.note:
         first_note, second_note = (call.note or "unmasked" for call in (first, second))
         raise InputError(f"{where} is {first_note} for {lengths[0]} slots, {second_note} for {lengths[1]}")
     if not same_scale(first.scale, second.scale):
@@ -128,9 +138,20 @@ def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengt
             f"{lengths[1]}, and by what for others is not known"
         )
     dim = changed[0] if changed else None
-    return CallRule(
-        dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind, scale=first.scale
-    )  # fmt: skip
+    return CallRule(dim=dim, note=note, shape=first.shape, layer=first.layer, kind=first.kind, scale=first.scale)
+
+
+def _note_of_keys(first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> str:
+    """Why an attention cannot be sharded whose keys are not those of its queries' slots."""
+    number = first.num_other_keys
+    if number > 0 and number == second.num_other_keys:
+        return (
+            f"refused: it has {number} more key{'s' * (number > 1)} than queries, whatever the length, such as learned "
+            "keys or zeros (add_bias_kv=, add_zero_attn= of nn.MultiheadAttention), and in packs each key is that of a "
+            "slot; leave them out, or let packing='never' compute the model sequence by sequence"
+        )
+    counts = [f"{call.shape[-2]} queries and {call.num_keys} keys" for call in (first, second)]
+    return f"refused: it has {counts[0]} for {lengths[0]} slots, {counts[1]} for {lengths[1]}"
 
 
 def same_scale(first: float | None, second: float | None) -> bool:

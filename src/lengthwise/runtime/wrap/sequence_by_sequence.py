@@ -21,42 +21,20 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from lengthwise.runtime.wrap.counter_rng import mix_word
+from lengthwise.runtime.wrap.unusable import Unusable
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors in a tree, by their path."""
 
 
-class NotCombined:
-    """A placeholder for outputs of several sequences that cannot be combined; every use raises."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _refuse(self) -> InputError:
-        return InputError(
-            f"{self._name} has one value for each of several sequences, which cannot be put together for a micro-batch "
-            "of a model that is computed sequence by sequence; use its loss and its outputs by token, or say "
-            "loss=lambda output, micro_batch: ... for those"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise self._refuse()
-
-    def __repr__(self) -> str:
-        return f"<{self._name}, of several sequences>"
-
-    def _used(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refuse()
-
-    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _used
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _used
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Refuse every torch function."""
-        raise next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
+def not_combined(name: str) -> Unusable:
+    """A placeholder for an output of several sequences that cannot be combined."""
+    return Unusable(
+        name,
+        "has one value for each of several sequences, which cannot be put together for a micro-batch "
+        "of a model that is computed sequence by sequence; use its loss and its outputs by token, or say "
+        "loss=lambda output, micro_batch: ... for those",
+    )
 
 
 class SequenceBySequence:
@@ -164,7 +142,7 @@ class SequenceBySequence:
             elif all(type(value) is type(first) and value == first for value in values[1:]):
                 combined.append(first)
             else:
-                combined.append(NotCombined(f"output{name} of {self._name}"))
+                combined.append(not_combined(f"output{name} of {self._name}"))
         return pytree.tree_unflatten(combined, flat[0][1])
 
     def _combined_tensors(
@@ -180,7 +158,7 @@ class SequenceBySequence:
             return _weighted_mean(values, counts)
         if len(values) == 1:
             return values[0]
-        return NotCombined(f"output{name} of {self._name}")
+        return not_combined(f"output{name} of {self._name}")
 
 
 def _weighted_mean(values: list[Tensor], counts: list[int]) -> Tensor:

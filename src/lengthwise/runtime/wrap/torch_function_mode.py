@@ -33,6 +33,7 @@ from lengthwise.runtime.wrap.counter_rng import (
 from lengthwise.runtime.wrap.custom_masks import ON_PACKS, MaskTables
 from lengthwise.runtime.wrap.manual_attention import ADDED_PRODUCTS, PRODUCTS, find_scores
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
+from lengthwise.runtime.wrap.unusable import attention_weights
 
 _OTHER_NOISE = (
     F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.bernoulli, torch.normal,
@@ -140,10 +141,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         note = "masked" if attn_mask is not None else "causal" if is_causal else ""
-        if self._calls is not None and key.shape[-2] != query.shape[-2]:
-            note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
         call = ForwardCall(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer, mask=attn_mask)
-        call = replace(call, scale=scale)
+        call = replace(call, scale=scale, num_keys=key.shape[-2])
         rule = self._rule("attention", call)
         if self._is_dry(query):
             return self._note_mask(query, (*query.shape[:-1], value.shape[-1]), attn_mask)
@@ -229,11 +228,12 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         self._checked_ends = checked
         return ""
 
-    def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Answer ``nn.MultiheadAttention``, without attention weights, which no shard has."""
+        weights = attention_weights() if kwargs.get("need_weights", True) else None
         kwargs["need_weights"] = False
         with _patched(F, "scaled_dot_product_attention", self._attention):
-            return func(*args, **kwargs)[0], None
+            return func(*args, **kwargs)[0], weights
 
     def _plain_dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         return self._dropout(F.dropout, input, p, train)
