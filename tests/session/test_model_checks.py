@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import lengthwise as lw
@@ -80,6 +81,31 @@ def test_errors_of_torch_ask_for_nothing_that_does_not_help(compute):
     with pytest.raises(InputError, match=said) as raised, named():
         compute()
     assert "inputs=" not in str(raised.value) and "loss=" not in str(raised.value)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_experts_whose_product_has_no_float64_are_told_of_the_other_one(is_inside):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=models.VOCAB, num_hidden_layers=2, num_local_experts=2, **sizes)
+    inner = transformers.MixtralForCausalLM(config).double()
+    model = Around(inner) if is_inside else inner
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "verbose": False, "check": False, "packing": "always"}
+    way_out = "model.inner.set_experts" if is_inside else "model.set_experts"
+    with pytest.raises(InputError, match=rf'mat_a .*\); call {way_out}_implementation\("eager"\) before') as raised:
+        lw.prepare(model, models.rows(), **options)
+    assert "inputs=" not in str(raised.value)
+    inner.set_experts_implementation("eager")
+    lw.prepare(model, models.rows(), **options).close()
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, idx, targets=None):
+        logits = self.inner(idx).logits
+        return nn.functional.cross_entropy(logits[0], targets[0], ignore_index=-100)
 
 
 class WithoutBackward(models.GPT):

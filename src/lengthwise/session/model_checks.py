@@ -158,7 +158,7 @@ def forward_errors_named(model: nn.Module, options: PrepareOptions, *, call: str
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"the forward of {type(model).__name__} fails with {call}{_line_of(error)} ({type(error).__name__}: "
-            f"{reason}); {_way_out(error, options)}"
+            f"{reason}); {_way_out(model, error, options)}"
         ) from error
 
 
@@ -171,8 +171,17 @@ _SAYS = {
 }
 
 
-def _way_out(error: Exception, options: PrepareOptions) -> str:
+_GROUPED = "mat_a"
+"""What torch calls the tokens of its grouped product of experts, which has no float64."""
+
+
+def _way_out(model: nn.Module, error: Exception, options: PrepareOptions) -> str:
     """What the user can do, and has not done."""
+    chooser = "set_experts_implementation"
+    of_experts = next((name for name, module in model.named_modules() if hasattr(module, chooser)), None)
+    if _GROUPED in str(error) and of_experts is not None:
+        path = f"model.{of_experts}" if of_experts else "model"
+        return f'call {path}.{chooser}("eager") before, or give the model in another dtype, such as model.float()'
     is_of_torch = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OF_TORCH)
     if is_of_torch:
         return "change that line, set another device=, or give the model in another dtype, such as model.float()"
