@@ -58,6 +58,12 @@ MISTRAL = {
 }  # fmt: skip
 
 
+VIT = {
+    "architectures": ["ViTModel"], "model_type": "vit", "hidden_act": "gelu", "hidden_size": 768, "image_size": 224,
+    "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "patch_size": 16,
+}  # fmt: skip
+
+
 @pytest.fixture
 def read(tmp_path):
     def read(config):
@@ -139,6 +145,12 @@ def test_what_training_reads_is_read_with_its_details(read):
         ({**MIXTRAL, "layer_types": ["mamba"]}, "layer_types has mamba; only full_attention"),
         ({**MIXTRAL, "layer_types": "full"}, "layer_types must be a list"),
         ({**MIXTRAL, "mamba_d_state": 16}, "such as state-space layers, have no cost model"),
+        (VIT, r"config.json is that of no language model \(ViTModel\): it has image_size, and .*lengthwise.prepare"),
+        (
+            {"architectures": ["CLIPModel"], "text_config": MISTRAL, "vision_config": VIT},
+            r"is that of no language model \(CLIPModel\): it has vision_config, ",
+        ),
+        ({"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}, "lacks intermediate_size or"),
         ("[]", r"holds \[\], not an object"),
         ("{", "is not a model's configuration"),
     ],
@@ -147,6 +159,12 @@ def test_what_has_no_cost_model_is_refused_by_file_and_field(read, config, messa
     with pytest.raises(InputError, match=message) as error:
         read(config)
     assert "\n" not in str(error.value)
+
+
+def test_a_language_model_that_sees_pictures_too_is_priced(read):
+    sees = {"architectures": ["LlavaForConditionalGeneration"], "text_config": MISTRAL, "vision_config": VIT}
+    for config in (sees, {**sees, "architectures": []}):
+        assert read(config).unpriced == "everything but the text model"
 
 
 def test_a_folder_without_config_is_named(tmp_path):

@@ -62,6 +62,8 @@ _REFUSED = {
     "block_configs": "blocks of several sizes",
     "attn_config": "a configuration nested by part",
 }
+_OF_NO_TEXT = ("vision_config", "image_size", "patch_size", "num_channels", "audio_config", "num_mel_bins", "conv_dim")
+"""Fields of models that look at pictures or listen."""
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -132,6 +134,7 @@ def read_priced_spec(folder: Path) -> ModelSpec:
     if not isinstance(document, dict):
         raise InputError(f"{path} is not a model's configuration: it holds {brief(document)}, not an object")
     nested = next((document[name] for name in _TEXT if isinstance(document.get(name), dict)), None)
+    _refuse_other_inputs(document, nested, path)
     return _spec(_Fields(nested or document, path), parts=[] if nested is None else ["everything but the text model"])
 
 
@@ -215,6 +218,20 @@ def _is_tied(fields: _Fields, family: str) -> bool:
     if not isinstance(is_tied, bool):
         raise InputError(f"{fields.path}: tie_word_embeddings must be true or false, not {brief(is_tied)}")
     return is_tied
+
+
+def _refuse_other_inputs(document: Mapping[str, Any], nested: Mapping[str, Any] | None, path: Path) -> None:
+    """Refuse models of pictures or sound alone, and those that only compare them with texts, as CLIP does."""
+    seen = next((name for name in _OF_NO_TEXT if document.get(name) is not None), None)
+    classes = [str(name) for name in _Fields(document, path).names("architectures")]
+    is_headless = bool(classes) and all(name.endswith("Model") and not name.endswith("HeadModel") for name in classes)
+    is_other = is_headless if nested is not None else document.get("vocab_size") is None
+    if seen is not None and is_other:
+        raise InputError(
+            f"{path} is that of no language model{f' ({classes[0]})' if classes else ''}: it has {seen}, and commands "
+            "price and train models of token ids alone; lengthwise.prepare trains others, by inputs=, slot_tokens= and "
+            "loss="
+        )
 
 
 def _refuse_other_layers(fields: _Fields) -> None:
