@@ -100,10 +100,9 @@ class WrappedModel:
         self.checkpointing = OwnCheckpointing(model, *parts, is_in_layer=lambda: self.layers.is_inside)
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
-        self._caches = OwnCaches(*parts)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
-        self._balancing, self._dense = BalancingLosses(model), DenseEmbeddings(model)
+        self._balancing, self._dense, self._caches = BalancingLosses(model), DenseEmbeddings(model), OwnCaches(*parts)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__, inputs) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
