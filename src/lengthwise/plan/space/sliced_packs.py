@@ -78,7 +78,8 @@ def with_slices(
 
     Schemes with slices join where they pay for the longest sequence of a typical batch, of ``samples``. If all devices
     are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
-    take fewer device-seconds, and be done as soon as the others are. Split backwards are no reason to leave any out.
+    take fewer device-seconds, and be done as soon as the others are. Of these the fastest join, and any than which none
+    as fast takes fewer device-seconds, both within ``NEAR``. Split backwards are no reason to leave any out.
     Where no scheme without holds a sequence of ``max_length``, those that do join, or that which holds the most.
     """
     is_priced = [getattr(candidate.cost, "prices_slices", False) for candidate in candidates]
