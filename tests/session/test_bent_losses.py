@@ -48,8 +48,18 @@ def by_sequence(model, micro_batch):
     parts = zip(
         logits[0].split(micro_batch.pack.lengths), micro_batch.targets.flatten().split(micro_batch.pack.lengths)
     )
-    losses = [F.cross_entropy(part, targets, reduction="sum", ignore_index=-100) for part, targets in parts]
+    losses = [
+        F.cross_entropy(part, targets, reduction="sum", ignore_index=-100)
+        for part, targets in parts
+        if (targets != -100).any()
+    ]
     return sum(loss.clamp(min=FLOOD) for loss in losses) / micro_batch.num_targets
+
+
+def of_weights(model, micro_batch):
+    """A kink of weights alone, as many as the pack has slots."""
+    slots = micro_batch.inputs["idx"].shape[1]
+    return (torch.cat([model.head.weight.flatten()[:slots]]).abs().sum() - FLOOD).relu()
 
 
 @pytest.mark.parametrize(
@@ -58,8 +68,9 @@ def by_sequence(model, micro_batch):
         (lambda model, micro_batch: (model(**micro_batch.inputs)[1] - FLOOD).abs() + FLOOD, {}),
         (lambda model, micro_batch: model(**micro_batch.inputs)[1].clamp(max=100.0), {"mean_over": "targets"}),
         (by_sequence, None),
+        (lambda model, micro_batch: model(**micro_batch.inputs)[1] + of_weights(model, micro_batch), None),
     ],
-    ids=["flooded", "limited", "by sequence"],
+    ids=["flooded", "limited", "by sequence", "of weights"],
 )
 def test_a_loss_that_a_loop_bends_is_refused_unless_each_sequence_has_its_own(loss_of, options):
     torch.manual_seed(0)

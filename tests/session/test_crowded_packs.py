@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import lengthwise as lw
-from tests.session.models import VOCAB
+from tests.session.loops import train_video
+from tests.session.models import VOCAB, Block
 from tests.session.structure_runs import OPTIONS
-from tests.session.structures import Plain
+from tests.session.structures import WIDTH, Plain
 
 LONGEST = 60
 CAPACITY = 150
@@ -55,6 +56,23 @@ class Few(Experts):
         for block in blocks:
             block.mlp.capacity = LONGEST // 2
         return blocks
+
+
+class Statistics(Plain):
+    """Layers return a number of each slot, and one of each pair of slots, before the hidden states."""
+
+    class Layer(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            return x.detach()[0].norm(dim=-1), x.detach()[0] @ x.detach()[0].mT, x
+
+    def layer(self):
+        return self.Layer(WIDTH, 2)
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = block(x)[2]
+        return x
 
 
 def corpus():
@@ -103,6 +121,7 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
         (Experts, LONGEST, r"computes something else of two sequences in a pack of \d+ slots than in one of 18"),
         (Asserting, LONGEST, r"AssertionError: a forward of \d+ tokens"),
         (Plain, None, ""),
+        (Statistics, None, ""),
     ],
 )
 def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_are_computed_otherwise(
@@ -120,3 +139,19 @@ def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_are_comput
     sizes: list[int] = []
     assert train(run, model, expected, sizes) < 1e-12
     assert (max(sizes) <= LONGEST) == (limit is not None)
+
+
+def test_what_is_drawn_by_sequence_is_no_difference():
+    """Masks of tokens, and the noise of a model of frames."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=WIDTH, vocab_size=VOCAB
+    )
+    options = {**OPTIONS, "packing": "always", "sequences_per_step": 31}
+    run = lw.prepare(BertForMaskedLM(config).double(), corpus(), steps=1, mask_token_id=VOCAB - 1, **options)
+    assert run.wrapped_model.most_slots is None
+    run.close()
+    frames = {"steps": 1, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "static", "verbose": False}
+    train_video({**frames, "cost": OPTIONS["cost"], "memory_gib": 1000, "packing": "always"})

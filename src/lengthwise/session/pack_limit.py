@@ -39,6 +39,8 @@ def check_packs(
 
     if prepared.wrapped_model.by_sequence is not None:
         return check()
+    if options.max_tokens is not None:
+        prepared.wrapped_model.most_slots = options.max_tokens // size
     try:
         check()
     except NotComputedError as error:

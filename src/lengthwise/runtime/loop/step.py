@@ -223,7 +223,7 @@ class Step:
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
         if mean_over in (None, "targets", "tokens") and self.run.wrapped_model.by_sequence is None:
-            check_not_bent(loss, model=type(self.run.model).__name__, shard=shard)
+            check_not_bent(loss, model=type(self.run.model).__name__, micro_batch=micro_batch)
         terms = copies_of(self._weighing.terms(micro_batch, loss, side, mean_over))
         shard.forget_losses()
         # Without a mean over targets, other ranks still need this rank's part of the backward.

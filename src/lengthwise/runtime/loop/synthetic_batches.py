@@ -14,7 +14,7 @@ from torch import Tensor
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
-from lengthwise.runtime.wrap.collator import PackCollator, SequenceSource
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.corpus_window import LONGEST
 
@@ -85,17 +85,6 @@ class VariedSequence(StretchedSequence):
         if name in self._kinds:
             values = np.concatenate([self._kinds[name], values])
         return values[(np.arange(num_slots) + 3 * sequence) % len(values)]
-
-
-class RepeatedSequences:
-    """A source that has every sequence of another a number of times in a row."""
-
-    def __init__(self, source: SequenceSource, copies: int) -> None:
-        self._source, self._copies = source, copies
-
-    def tokens(self, sequence: int, /) -> np.ndarray:
-        """The tokens of a sequence."""
-        return self._source.tokens(sequence // self._copies)
 
 
 def has_kinds_of_ids(collator: PackCollator) -> bool:
@@ -204,29 +193,6 @@ def varied(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
         loss_columns={name: partial(source.values, name, values_of) for name, values_of in before.loss_columns.items()},
     ):
         yield
-
-
-@contextmanager
-def repeated(run: MicroBatchMaker, lengths: tuple[int, ...], copies: int) -> Iterator[None]:
-    """Within, the run's sequences are those of :func:`varied`, each ``copies`` times in a row."""
-    with varied(run, lengths):
-        before = run.collator
-
-        def again(values_of: Callable[[int], np.ndarray]) -> Callable[[int], np.ndarray]:
-            return lambda sequence: values_of(sequence // copies)
-
-        run.collator = replace(
-            before,
-            units=None,
-            source=RepeatedSequences(before.source, copies),
-            labels=before.labels and again(before.labels),
-            passed={name: again(values_of) for name, values_of in before.passed.items()},
-            loss_columns={name: again(values_of) for name, values_of in before.loss_columns.items()},
-        )
-        try:
-            yield
-        finally:
-            run.collator = before
 
 
 @contextmanager

@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import repeated, traced_lengths
+from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.gradient_check import tolerance_of
-from lengthwise.runtime.verify.stock_call import shard_for
+from lengthwise.runtime.verify.stock_call import pack_of, shard_for
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import active
 
 MOST_SLOTS = 8192
 """Slots of the largest pack that is compared."""
-OFTEN = 0.02
+OFTEN = 0.2
 """The share of slots that may differ in half precision, in which a router may choose another expert by rounding."""
 
 
@@ -68,28 +67,33 @@ def _share_that_differs(run: PreparedModel, lengths: tuple[int, int], copies: in
         if is_out_of_memory(error):
             return 2.0
         raise
-    if few is None or many is None:
+    name = next((name for name in few if name in many and few[name].shape[1] == many[name].shape[1]), None)
+    if name is None:
         return 0.0
-    expected = torch.cat([part.repeat(copies, 1) for part in few.split(lengths)])
+    expected = torch.cat([part.repeat(copies, 1) for part in few[name].split(lengths)])
     relative = tolerance_of(None, run.state.compute_dtype).relative
-    return float(((many - expected).norm(dim=1) > relative * expected.norm(dim=1)).double().mean())
+    return float(((many[name] - expected).norm(dim=1) > relative * expected.norm(dim=1)).double().mean())
 
 
-def _hidden_states(run: PreparedModel, lengths: tuple[int, int], copies: int) -> Tensor | None:
-    """[slots, features] what the last layer returns of ``copies`` of each sequence in a pack; None if not by slot."""
+def _hidden_states(run: PreparedModel, lengths: tuple[int, int], copies: int) -> dict[int, Tensor]:
+    """[slots, features] what the last layer returns of ``copies`` of each sequence in a pack, by its place.
+
+    Copies have the number of their sequence, by which it draws, is masked, or looks something up.
+    """
     outputs: list[Any] = []
-    numbers = [number for number in range(len(lengths)) for _ in range(copies)]
-    pack = Pack(
-        ids=tuple(range(len(numbers))), lengths=tuple(lengths[number] * run.collator.slot_tokens for number in numbers)
-    )
-    with repeated(run, lengths, copies), torch.no_grad(), run.gathered(), _returned_by(_last_layer(run), outputs):
+    numbers = tuple(number for number in range(len(lengths)) for _ in range(copies))
+    pack = pack_of(run, lengths, numbers)
+    with varied(run, lengths), torch.no_grad(), run.gathered(), _returned_by(_last_layer(run), outputs):
         shard = shard_for(run, pack, run.alone)
         with active(shard):
             run.model(**run.make(shard, pack).inputs)
-    states = next((value for value in outputs[0] if isinstance(value, Tensor)), None) if outputs else None
-    if states is None or shard.num_slots not in states.shape:
-        return None
-    return states.movedim(states.shape.index(shard.num_slots), 0).flatten(1).double()
+    size = shard.num_slots
+    return {
+        place: value.movedim(value.shape.index(size), 0).flatten(1).double()
+        for place, value in enumerate(outputs[0] if outputs else ())
+        if isinstance(value, Tensor) and value.is_floating_point()
+        and value.ndim > 1 and list(value.shape).count(size) == 1
+    }  # fmt: skip
 
 
 def _last_layer(run: PreparedModel) -> nn.Module:

@@ -132,7 +132,7 @@ def gradients_in_pack(
                     raise torch.OutOfMemoryError("the model's forward ran out of memory")
                 loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
                 if run.wrapped_model.by_sequence is None:
-                    check_not_bent(loss, model=type(run.model).__name__, shard=shard)
+                    check_not_bent(loss, model=type(run.model).__name__, micro_batch=micro_batch)
                 if num_targets:
                     total += loss.detach().double() * num_targets
                 if gradients:

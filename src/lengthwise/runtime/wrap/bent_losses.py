@@ -5,12 +5,14 @@ does not hold, nor of another function with a kink; where such a loss is on one 
 other, so values cannot tell. The operations that made it can: one with a kink that takes a single number and gives one.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError
-from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 _WITH_KINKS = (
@@ -18,19 +20,19 @@ _WITH_KINKS = (
     "SmoothL1Loss", "Threshold",
 )  # fmt: skip
 _MOST = 300
-"""Operations that are looked through for one that has values of slots."""
+"""Operations that are looked through for those that made what a forward returned."""
 
 
-def check_not_bent(loss: Tensor, *, model: str, shard: PackShard) -> None:
-    """Raise ``CheckError`` if a loss of several sequences, those of ``shard``, has an operation with a kink after its
+def check_not_bent(loss: Tensor, *, model: str, micro_batch: MicroBatch) -> None:
+    """Raise ``CheckError`` if the loss of a micro-batch of several sequences has an operation with a kink after its
     mean.
 
-    As many such operations as sequences are taken for one of each sequence, which plans do not change.
+    As many such operations as sequences with targets are taken for one of each sequence, which plans do not change.
     """
-    if len(shard.ids) == 1 or isinstance(loss, MissingTensor):
+    if len(micro_batch.shard.ids) == 1 or isinstance(loss, MissingTensor):
         return
-    bends = _bends(loss, shard.num_slots)
-    if bends and len(bends) < len(shard.ids):
+    bends = _bends(loss, {edge.node for forward in micro_batch.shard.passes for edge, _ in forward.roots})
+    if bends and len(bends) < _num_with_targets(micro_batch):
         raise CheckError(
             f"the loss of {model} has an operation with a kink after its mean over a micro-batch ({bends[0]}, such as "
             "clamp, abs or flooding), so what it learns depends on which sequences share one. Take it of the loss of "
@@ -38,8 +40,14 @@ def check_not_bent(loss: Tensor, *, model: str, shard: PackShard) -> None:
         )
 
 
-def _bends(loss: Tensor, num_slots: int) -> list[str]:
-    """The last operations with kinks that take and give single numbers of the loss, by name."""
+def _num_with_targets(micro_batch: MicroBatch) -> int:
+    """The number of sequences that have a target on this rank."""
+    labels = micro_batch.labels
+    return len(micro_batch.shard.sequences.to(labels.device)[labels != IGNORE].unique())
+
+
+def _bends(loss: Tensor, outputs: Set[Any]) -> list[str]:
+    """The last operations with kinks that take and give single numbers made of a forward's ``outputs``, by name."""
     bends, waiting, seen = list[str](), [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -48,7 +56,7 @@ def _bends(loss: Tensor, num_slots: int) -> list[str]:
         seen.add(node)
         inputs = [before for before, _ in node.next_functions if before is not None]
         kind = node.name().rstrip("0123456789").removesuffix("Backward")
-        if kind in _WITH_KINKS and any(_is_number(before) and _has_slots(before, num_slots) for before in inputs):
+        if kind in _WITH_KINKS and any(_is_number(before) and _reaches(before, outputs) for before in inputs):
             bends.append(node.name())
         else:
             waiting += inputs
@@ -65,15 +73,14 @@ def _is_number(node: Any) -> bool:
     return _shape_of(node) == ()
 
 
-def _has_slots(node: Any, num_slots: int) -> bool:
-    """Whether an operation depends on one that gave values of all slots, or of all but one: not on weights alone."""
+def _reaches(node: Any, outputs: Set[Any]) -> bool:
+    """Whether an operation depends on one of the operations that made ``outputs``, and not on weights alone."""
     waiting, seen = [node], set[Any]()
     while waiting and len(seen) < _MOST:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if {num_slots, num_slots - 1} & set(_shape_of(node) or ()):
+        if node in outputs:
             return True
-        waiting += [before for before, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
     return False
