@@ -35,7 +35,7 @@ def crowding_problem(run: PreparedModel, num_slots: int) -> str:
 
     A pack that does not fit into memory is halved until one does.
     """
-    lengths, problem = traced_lengths(run.collator), ""
+    lengths = traced_lengths(run.collator)
     copies = num_slots // sum(lengths)
     with noise_free(run):
         while copies > 1:
@@ -50,13 +50,13 @@ def crowding_problem(run: PreparedModel, num_slots: int) -> str:
                 break
             copies //= 2
     limit = OFTEN if run.state.compute_dtype in (torch.bfloat16, torch.float16) else 0.0
-    if copies > 1 and largest > limit:
-        problem = (
-            f"{type(run.model).__name__} computes something else of two sequences in a pack of "
-            f"{copies * sum(lengths):,} slots than in one of {sum(lengths)}, as experts do that take a fixed number of "
-            f"tokens ({largest:.0%} of the slots differ)"
-        )
-    return problem
+    if copies < 2 or largest <= limit:
+        return ""
+    return (
+        f"{type(run.model).__name__} computes something else of two sequences in a pack of "
+        f"{copies * sum(lengths):,} slots than in one of {sum(lengths)}, as experts do that take a fixed number of "
+        f"tokens ({largest:.0%} of the slots differ)"
+    )
 
 
 def _share_that_differs(run: PreparedModel, lengths: tuple[int, int], copies: int) -> float:
