@@ -54,6 +54,12 @@ def test_values_of_yaml_are_what_they_look_like(text, value):
     assert parse_yaml(text) == value and type(parse_yaml(text)) is type(value)
 
 
+def test_null_is_text_left_empty(tmp_path):
+    (tmp_path / "config.yaml").write_text("data:\n  index:\nmodel: {hf: null}\nplan: {file: ~}\n")
+    config = load(tmp_path / "config.yaml", ["plan.profile=null"])
+    assert (config.data.index, config.model.hf, config.plan.file, config.plan.profile) == ("", "", "", "")
+
+
 def test_any_saved_configuration_loads_as_it_was(tmp_path):
     for name in ("010", "1e-3", "1_000", "true", "null", "0x1F", "1.5", "on", "2024-01-01"):
         config = check({"name": name, "data": {"index": f"{name}: [x] # {name}"}, "seed": 10})

@@ -37,7 +37,11 @@ class Settings(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take: true and false as numbers, and text that no path or name can hold."""
+        """Refuse what pydantic would take: true and false as numbers, and text that no path or name can hold; null is
+        text left empty.
+        """
+        if value is None and info.field_name is not None and cls.model_fields[info.field_name].default == "":
+            return ""
         values = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(part, bool) for part in values) and not cls._takes_bool(info.field_name):
             raise ValueError(f"{cls._needed(info.field_name)}; true and false (also yes, no, on, off) are neither")

@@ -11,7 +11,7 @@ from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.split_backwards import with_whole_backwards
 
-FEW_DEVICES = 128
+FEW_DEVICES = 1024
 """Devices up to which strategies are proposed for the corpus of parts of the search space, too."""
 Test = Callable[[PipelineConfig], bool]
 """Whether a scheme is in a part."""
