@@ -43,13 +43,30 @@ def test_a_strategy_is_told_by_what_is_shared():
 def test_a_validation_has_a_line_of_its_own_whatever_steps_are_logged(monkeypatch):
     log, file = _log(monkeypatch, is_terminal=False, log_every=10, has_profile=True)
     for step, loss, best in ((0, 3.0, 1), (1, None, None), (2, 3.5, 1)):
-        log.on_step({**ROW, "step": step} | ({} if loss is None else {"val/loss": loss, "val/best_step": best}))
+        validated = {} if loss is None else {"val/loss": loss, "val/best_step": best, "val/time_s": 8.0}
+        log.on_step({**ROW, "step": step} | validated)
     log.close()
     assert [line for line in file.getvalue().splitlines() if not line.startswith("step")] == [
         "validation after step 1: loss 3.0000, the lowest so far",
         "validation after step 3: loss 3.5000, the lowest was after step 1",
     ]
     assert file.getvalue().count("\nstep ") == 1 and file.getvalue().startswith("step 1/6")
+
+
+def test_a_step_is_shown_before_its_validation_which_the_remaining_time_reckons_with(monkeypatch):
+    log, file = _log(monkeypatch, is_terminal=False, log_every=2, has_profile=True)
+    log.on_step({**ROW, "step": 1})
+    log.on_validation({**ROW, "step": 2})
+    assert file.getvalue().splitlines()[-1] == "validating after step 3"
+    log.on_step({**ROW, "step": 2, "val/loss": 3.0, "val/best_step": 3, "val/time_s": 8.0})
+    log.on_step({**ROW, "step": 3})
+    log.close()
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "step 2/6", "step 3/6", "validating after step 3", "validation after step 3: loss 3.0000, the lowest so far",
+        "step 4/6",
+    ]  # fmt: skip
+    assert lines[1].endswith("eta 0:00:04") and lines[-1].endswith("eta 0:00:11"), "half of 8 s a step"
 
 
 @pytest.mark.parametrize("has_profile", [True, False])

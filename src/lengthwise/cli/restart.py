@@ -277,6 +277,8 @@ class ResumePoint:
 
 def _way_on(trainer: "TrainingLoop") -> str:
     """Say from where a run that was resumed goes on, or that nothing of it is left."""
+    if trainer.validation is not None and trainer.validation.outstanding is not None:
+        return f"goes on with the validation after step {trainer.next_step}"
     if not trainer.is_done:
         return f"goes on from step {trainer.next_step}"
     if trainer.validation is not None and trainer.validation.should_stop:

@@ -27,9 +27,12 @@ _HEADINGS = ("step", "loss", "val loss", "lr", "tokens/s", "step time", "predict
 _PIPELINES = re.compile(r"(\d+) x <(\d+),(\d+)>")
 
 
-def step_line(row: "Row", *, num_steps: int) -> str:
-    """Return the most important figures of a step of ``num_steps``, in at most ``MOST_COLUMNS`` characters."""
-    eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
+def step_line(row: "Row", *, num_steps: int, validation_s: float = 0.0) -> str:
+    """Return the most important figures of a step of ``num_steps``, in at most ``MOST_COLUMNS`` characters.
+
+    ``validation_s``: seconds that validation adds to the average step.
+    """
+    eta = timedelta(seconds=round((num_steps - row["step"] - 1) * (row["perf/step_time_s"] + validation_s)))
     parts = [
         f"step {row['step'] + 1}/{num_steps}",
         f"loss {_loss(row['loss/avg'])}",
@@ -78,6 +81,9 @@ class StepLog:
     def __init__(self, *, num_steps: int, log_every: int, has_profile: bool) -> None:
         self._num_steps, self._every, self._has_profile = num_steps, log_every, has_profile
         self._rows: deque[Row] = deque(maxlen=_ROWS_SHOWN)
+        self._shown_step = -1
+        self._validated_step: int | None = None
+        self._validation_s = 0.0
         self._progress = progress()
         self._console = self._progress.console
         self._task = self._progress.add_task("train", total=num_steps)
@@ -92,18 +98,38 @@ class StepLog:
             live.start()
             self._update, self._stop = live.refresh, live.stop
 
+    def on_validation(self, row: "Row") -> None:
+        """Show a step whose validation begins, which may take long."""
+        self._progress.update(self._task, completed=row["step"] + 1, description="validate")
+        if not self._console.is_interactive:
+            self._print_step(row)
+            self._console.print(f"validating after step {row['step'] + 1}", soft_wrap=True)
+        self._update()
+
     def on_step(self, row: "Row") -> None:
         """Show the step and move the bar."""
         self._progress.update(self._task, completed=row["step"] + 1)
-        is_validated = "val/loss" in row
+        if self._validated_step is None:  # or one less than the first
+            self._validated_step = row["step"] - 1
+        if is_validated := "val/loss" in row:
+            self._validation_s = row["val/time_s"] / max(1, row["step"] - self._validated_step)
+            self._validated_step = row["step"]
+            self._progress.update(self._task, description="train")
         if (row["step"] + 1) % self._every and not is_validated:
             return
         self._rows.append(row)
         if not self._console.is_interactive:
-            self._console.print(step_line(row, num_steps=self._num_steps), soft_wrap=True)
+            self._print_step(row)
             if is_validated:
                 self._console.print(validation_line(row), soft_wrap=True)
         self._update()
+
+    def _print_step(self, row: "Row") -> None:
+        """Print the line of a step, unless it was printed before its validation."""
+        if row["step"] != self._shown_step:
+            line = step_line(row, num_steps=self._num_steps, validation_s=self._validation_s)
+            self._console.print(line, soft_wrap=True)
+        self._shown_step = row["step"]
 
     def on_compiled(self, done: int, total: int) -> None:
         """Show in the bar how many of the sizes are compiled."""

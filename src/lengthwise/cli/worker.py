@@ -207,6 +207,7 @@ def _train(
             world=world,
             peak_flops_per_s=cluster.device.flops_per_s if world.device.type == "cuda" else None,
             callbacks=callbacks,
+            on_validation=next((log.on_validation for log in callbacks if isinstance(log, StepLog)), None),
             validation=parts.validation,
             samples=text_sampling(config, corpus, spec),
             peek=parts.peek,

@@ -106,11 +106,20 @@ def test_it_comes_every_so_many_steps_or_after_each_epoch_and_at_the_end(ranks, 
 SHORT = {"steps": 6, "every": 2}
 
 
-@pytest.mark.parametrize("stop_after", [4, pytest.param(3, marks=pytest.mark.deep)])
-def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, tmp_path, stop_after):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    expected = ranks(2).run(run_validated, str(whole), **SHORT)[0]
-    found = ranks(2).run(_stop_and_resume, str(parts), stop_after)[0]
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole")
+    return path, ranks(2).run(run_validated, str(path), **SHORT)[0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [(4, False), (4, True), (6, True), *(pytest.param(way, marks=pytest.mark.deep) for way in ((3, False), (2, True)))],
+)
+def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, undisturbed, tmp_path, way):
+    """Stopped after a step, or within its validation, of which nothing counts before it comes again."""
+    (whole, expected), parts = undisturbed, tmp_path
+    found = ranks(2).run(_stop_and_resume, str(parts), *way)[0]
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
     assert validations(parts) == validations(whole) and len(validations(whole)) == 3
     states = [checkpoint.read_state(path / "checkpoints" / "step_00000006")["validation"] for path in (whole, parts)]
@@ -118,13 +127,19 @@ def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, t
     assert states[0]["best_loss"] == min(validations(whole).values())
 
 
-def _stop_and_resume(path: str, stop_after: int) -> dict[str, torch.Tensor]:
+def _stop_and_resume(path: str, stop_after: int, is_validating: bool) -> dict[str, torch.Tensor]:
     trainer = make_validated(path, **SHORT)
-    trainer.callbacks = [Stop(stop_after)] if trainer.world.is_first else []
-    with pytest.raises(Preempted):
+    if trainer.world.is_first and is_validating:
+        trainer.on_validation = Stop(stop_after).on_step
+    elif trainer.world.is_first:
+        trainer.callbacks = [Stop(stop_after)]
+    with pytest.raises(Preempted, match="in the validation after step" if is_validating else "before step"):
         trainer.fit()
+    assert RunFolder(Path(path)).read_metrics()[-1]["step"] + 1 == trainer.next_step == stop_after
+    assert max(validations(Path(path)), default=0) == (stop_after - 2 if is_validating else stop_after // 2 * 2)
     trainer = make_validated(path, **SHORT)
     trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    assert trainer.next_step == stop_after
     trainer.fit()
     return master_weights(trainer.state)
 
@@ -155,7 +170,9 @@ def test_what_a_checkpoint_says_of_validation_is_checked():
     assert not validation.should_stop
     validation.load_state_dict({})
     assert validation.state_dict() == {"best_loss": None, "best_step": None, "num_worse": 0, "digest": ""}
-    for damaged in ({"num_worse": "2"}, {"best_step": 3, "best_loss": None, "num_worse": 0}):
+    for damaged in (
+        {"num_worse": "2"}, {"best_step": 3, "best_loss": None, "num_worse": 0}, {"num_worse": 0, "outstanding": 4},
+    ):  # fmt: skip
         with pytest.raises(InputError, match="validation state is damaged"):
             validation.load_state_dict(damaged)
 

@@ -17,10 +17,11 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at, sync_step
+from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource
 from lengthwise.runtime.train.text_samples import LogitsOf
 from lengthwise.runtime.train.training_engine import PeekPlan
+from lengthwise.runtime.train.validation import AskStop, nobody_asks, sync_batch
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
@@ -62,11 +63,12 @@ class PreparedEngine:
 
     @torch.no_grad()
     @errors_spelt(as_key)
-    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
+    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource, *, stop: AskStop = nobody_asks) -> float:
         """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.
 
         Raises:
             CheckError: the ranks have different plans.
+            StopAgreedError: a rank is to stop, as ``stop`` says.
             InfeasibleError: a rank runs out of memory.
         """
         run, wrapped_model = self.run, self.run.wrapped_model
@@ -82,7 +84,7 @@ class PreparedEngine:
 
         with self._evaluating():
             for plan in plans:
-                sync_step(plan, run.world, StepClock(run.world), stop=0)
+                sync_batch(plan, run.world, StepClock(run.world), stop)
                 forwards(
                     run.begin_plan, shown, plan, add, usual_scripts=run.usual_scripts, what="validation",
                     way_out=f"lower {Setting.MAX_TOKENS}",

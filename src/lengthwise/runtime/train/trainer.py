@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,11 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult, sync_step
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError
-from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, TimelineLines, measure, step_row
+from lengthwise.runtime.train.step_metrics import JsonLines, Row, StepCallback, TimelineLines, measure, step_row
 from lengthwise.runtime.train.stop import StopCause, StopRequest
 from lengthwise.runtime.train.text_samples import TextSampling
 from lengthwise.runtime.train.training_engine import PeekPlan, TrainingEngine
-from lengthwise.runtime.train.validation import Validation
+from lengthwise.runtime.train.validation import StopAgreedError, Validation
 
 
 class SequenceLedger(Protocol):
@@ -73,6 +74,8 @@ class TrainingLoop:
     """Of one device, for utilisation; None where it is unknown."""
     callbacks: Sequence[StepCallback] = ()
     """Called on the first rank."""
+    on_validation: Callable[[Row], None] | None = None
+    """Is given a step's metrics before its validation, on the first rank; None: nobody is."""
     ledger: SequenceLedger | None = None
     """None: nobody counts."""
     peek: PeekPlan | None = None
@@ -151,16 +154,15 @@ class TrainingLoop:
         writers = self._writers()
         self._counted(self.stream.state_dict())
         stop.begin_steps()
+        sampler = self.stream.state_dict()
         try:
-            while not self.is_done:
-                before = self.stream.state_dict()
-                if cause := self._train_one(stop, writers):
-                    self._save(before, wait=True)
-                    raise self._stopped(cause, stop)
-                every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
-                if not self.is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
-                    self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
-            self._save(self.stream.state_dict(), wait=True)
+            cause = self._validate_outstanding(stop, writers)
+            while not cause and not self.is_done:
+                cause, sampler = self._train_one(stop, writers)
+                self._save_if_due(sampler, cause)
+            self._save(sampler, wait=True)
+            if cause:
+                raise self._stopped(cause, stop)
             if self.ledger is not None:
                 self.ledger.check(self.stream.state_dict())
         finally:
@@ -181,7 +183,11 @@ class TrainingLoop:
             with suppress(OSError):
                 self.folder.stop.unlink(missing_ok=True)
         command = f"lengthwise train --resume {shell_word(self.folder.path)}"
-        done = f"before step {self.next_step + 1}; saved. Go on with: {command}"
+        is_validating = self.validation is not None and self.validation.outstanding is not None
+        when = (
+            f"in the validation after step {self.next_step}" if is_validating else f"before step {self.next_step + 1}"
+        )
+        done = f"{when}; saved. Go on with: {command}"
         if cause is StopCause.LAUNCHER_GONE:
             return CommunicationError(f"the process that started some ranks is gone, so the run ended {done}")
         return Preempted(f"asked to stop {done}", by_signal=cause is StopCause.SIGNAL)
@@ -192,9 +198,9 @@ class TrainingLoop:
         has_stopped = self.validation is not None and self.validation.should_stop
         return has_stopped or self.next_step >= self.config.train.num_steps
 
-    def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> StopCause:
-        """Run the next step and record it; or return why the ranks agreed to stop before it instead."""
-        batch, result = None, None
+    def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> tuple[StopCause, dict[str, Any]]:
+        """Run the next step and record it; why the ranks agreed to stop, if they did, and the sampler's state then."""
+        batch, result, before = None, None, self.stream.state_dict()
         while result is None:  # until it fits
             clock = StepClock(self.world)
             ACTIVITY.begin("plan", step=self.next_step)
@@ -206,14 +212,15 @@ class TrainingLoop:
             if agreed.save_failed:
                 self._saver.wait()  # raises
             if agreed.stop:
-                return StopCause(agreed.stop)
+                return StopCause(agreed.stop), before
             lr = learning_rate(self.config.optim, plan.step, self.config.train.num_steps)
             result = self.engine.compute_step(plan, clock, lr=lr)
-        self._record(plan, result, clock, writers)
-        return StopCause.NONE
+        return self._record(plan, result, clock, writers, stop), self.stream.state_dict()
 
-    def _record(self, plan: StepPlan, result: StepResult, clock: StepClock, writers: dict[str, JsonLines]) -> None:
-        """Count a step that is done, validate if that is due, and write its records."""
+    def _record(
+        self, plan: StepPlan, result: StepResult, clock: StepClock, writers: dict[str, JsonLines], stop: StopRequest
+    ) -> StopCause:
+        """Count a step that is done, validate if that is due, and write its records; why validation stopped, if so."""
         self.check_folder()
         timeline = clock.timeline(plan.step)
         measured = measure(timeline, self.world, recompiles=self.engine.num_recompiles())
@@ -223,25 +230,49 @@ class TrainingLoop:
             self.ledger.count(plan)
         if self.config.train.timeline:
             writers["timeline"].on_step(timeline_to_row(timeline))
-        validated = self._validate()
-        self._sample(writers)
+        row = step_row(plan, result, measured, model=self.spec, peak_flops_per_s=self.peak_flops_per_s)
+        num_steps, ends_epoch = self.config.train.num_steps, self.stream.state_dict().get("position") == 0
+        cause = StopCause.NONE
+        if self.validation is not None and self.validation.is_due(
+            self.next_step, num_steps=num_steps, ends_epoch=ends_epoch
+        ):
+            cause = self._validate(self.validation, row, stop)
+        if not cause:
+            self._sample(writers)
         if self.world.is_first:
-            row = step_row(plan, result, measured, model=self.spec, peak_flops_per_s=self.peak_flops_per_s)
-            row |= validated
             writers["plans"].on_step(plan.to_json())
+        self._write(row, writers)
+        return cause
+
+    def _write(self, row: Row, writers: dict[str, JsonLines]) -> None:
+        """Write a step's metrics and give them to callbacks."""
+        if self.world.is_first:
             writers["metrics"].on_step(row)
             for callback in self.callbacks:
                 callback.on_step(row)
 
-    def _validate(self) -> dict[str, float | None]:
-        """Compute the validation loss if it is due after the steps done so far; its figures, or none."""
-        num_steps, ends_epoch = self.config.train.num_steps, self.stream.state_dict().get("position") == 0
-        if self.validation is None or not self.validation.is_due(
-            self.next_step, num_steps=num_steps, ends_epoch=ends_epoch
-        ):
-            return {}
+    def _validate(self, validation: Validation, row: Row, stop: StopRequest) -> StopCause:
+        """Add the validation loss to the last step's metrics; or return why the ranks agreed to stop meanwhile."""
         ACTIVITY.begin("validation", step=self.next_step - 1)
-        return self.validation.compute(self.next_step, self.engine.mean_loss)
+        if self.on_validation is not None and self.world.is_first:
+            self.on_validation(row)
+        validation.outstanding = None
+        try:
+            row |= validation.compute(self.next_step, partial(self.engine.mean_loss, stop=lambda: stop.cause))
+        except StopAgreedError as error:
+            validation.outstanding = row
+            return StopCause(error.cause)
+        return StopCause.NONE
+
+    def _validate_outstanding(self, stop: StopRequest, writers: dict[str, JsonLines]) -> StopCause:
+        """Validate after the last step if a stop cut that short; why the ranks agreed to stop again, if they did."""
+        if self.validation is None or self.validation.outstanding is None:
+            return StopCause.NONE
+        row = self.validation.outstanding
+        if not (cause := self._validate(self.validation, row, stop)):
+            self._write(row, writers)
+        self._save_if_due(self.stream.state_dict(), cause)
+        return cause
 
     def _sample(self, writers: dict[str, JsonLines]) -> None:
         """Sample text and record it if that is due after the steps done so far."""
@@ -261,6 +292,16 @@ class TrainingLoop:
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished_line(path)
         return {name: (TimelineLines if name == "timeline" else JsonLines)(path) for name, path in paths.items()}
+
+    def _save_if_due(self, sampler: dict[str, Any], cause: StopCause) -> None:
+        """Begin a checkpoint if it is time for one, or the steps done so far led to the lowest validation loss.
+
+        Where the run ends, or is to stop for a ``cause``, the last checkpoint follows anyway.
+        """
+        every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
+        is_due = (every and self.next_step % every == 0) or self.next_step == best_step
+        if is_due and not cause and not self.is_done:
+            self._save(sampler, wait=not self.config.train.checkpoint_async)
 
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""

@@ -22,7 +22,7 @@ from lengthwise.runtime.train.executable import check_compiled
 from lengthwise.runtime.train.execute_step import StepMemoryError, StepResult, run_step
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource, masking_of
 from lengthwise.runtime.train.text_samples import LogitsOf, predicting
-from lengthwise.runtime.train.validation import validation_loss
+from lengthwise.runtime.train.validation import AskStop, nobody_asks, validation_loss
 from lengthwise.sim.schedule_check import shares_of
 
 OnOutOfMemory = Callable[[StepPlan, tuple[MicroBatchFailure, ...]], None]
@@ -52,11 +52,12 @@ class TrainingEngine(Protocol):
         """
         ...
 
-    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
+    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource, *, stop: AskStop = nobody_asks) -> float:
         """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.
 
         Raises:
             CheckError: the ranks have different plans.
+            StopAgreedError: a rank is to stop, as ``stop`` says.
         """
         ...
 
@@ -166,13 +167,14 @@ class TransformerEngine:
         self._attempt = 0
         return result
 
-    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
+    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource, *, stop: AskStop = nobody_asks) -> float:
         """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.
 
         Raises:
             CheckError: the ranks have different plans.
+            StopAgreedError: a rank is to stop, as ``stop`` says.
         """
-        return validation_loss(plans, self.model, self.state, source, masking=self._masking)
+        return validation_loss(plans, self.model, self.state, source, masking=self._masking, stop=stop)
 
     def predicting(self) -> AbstractContextManager[LogitsOf | None]:
         """Within, predict next tokens with the weights of the moment on the first rank; None on others."""

@@ -12,6 +12,7 @@ import torch
 from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer, run_eagerly
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.state.sharded import ShardedState
@@ -20,6 +21,32 @@ from lengthwise.runtime.train.execute_step import forward_loss, sync_step
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource
 
 _log = logging.getLogger("lengthwise")
+AskStop = Callable[[], int]
+"""Why this rank is to stop, as :class:`~lengthwise.runtime.train.stop.StopCause`; 0: it is not."""
+
+
+def nobody_asks() -> int:
+    """Ask for no stop."""
+    return 0
+
+
+class StopAgreedError(Exception):
+    """All ranks agreed to stop before the next batch of a validation; ``cause``: why."""
+
+    def __init__(self, cause: int) -> None:
+        super().__init__(f"stopped: {cause}")
+        self.cause = cause
+
+
+def sync_batch(plan: StepPlan, world: DistContext, clock: StepClock, stop: AskStop) -> None:
+    """Check that all ranks hold the same plan of a validation batch, and stop together where any of them is to.
+
+    Raises:
+        CheckError: the plans differ.
+        StopAgreedError: a rank is to stop.
+    """
+    if cause := sync_step(plan, world, clock, stop=stop()).stop:
+        raise StopAgreedError(cause)
 
 
 def validation_loss(
@@ -29,18 +56,20 @@ def validation_loss(
     source: TokenSource,
     *,
     masking: TokenMasking | None = None,
+    stop: AskStop = nobody_asks,
 ) -> float:
     """Mean loss over all target tokens of ``plans``, the same on every rank; changes neither weights nor generators.
 
     Raises:
         CheckError: the ranks have different plans.
+        StopAgreedError: a rank is to stop, as ``stop`` says.
     """
     run_layer, model.run_layer = model.run_layer, run_eagerly  # layers are compiled for training alone
     try:
         total, num_targets = torch.zeros((), dtype=torch.float64, device=state.world.device), 0
         for plan in plans:
             clock = StepClock(state.world)
-            sync_step(plan, state.world, clock, stop=0)
+            sync_batch(plan, state.world, clock, stop)
             total += forward_loss(plan, model, state, source, clock=clock, masking=masking) * plan.loss_normaliser
             num_targets += plan.loss_normaliser
     finally:
@@ -65,6 +94,8 @@ class Validation:
     """Steps after which the loss was lowest."""
     num_worse: int = field(default=0, init=False)
     """Validations since then."""
+    outstanding: dict[str, Any] | None = field(default=None, init=False)
+    """Metrics of the last step, if a stop cut its validation short: that comes first when the run goes on."""
 
     def is_due(self, step: int, *, num_steps: int, ends_epoch: bool) -> bool:
         """Whether the loss is to be computed after ``step`` of ``num_steps`` steps."""
@@ -91,7 +122,8 @@ class Validation:
         """The lowest loss so far, in plain values."""
         best_loss = self.best_loss if self.best_step is not None else None
         figures = {"best_loss": best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
-        return {**figures, "digest": self.digest}
+        outstanding = {} if self.outstanding is None else {"outstanding": self.outstanding}
+        return {**figures, "digest": self.digest, **outstanding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the state of a checkpoint; a run that had no validation before begins with none.
@@ -102,8 +134,11 @@ class Validation:
             InputError: it is damaged.
         """
         loss, step, worse = (state.get(name) for name in ("best_loss", "best_step", "num_worse"))
-        if state and not (type(worse) is int and (step is None or (type(step) is int and type(loss) is float))):
+        has_best = type(step) is int and type(loss) is float
+        is_sound = type(worse) is int and (step is None or has_best) and type(state.get("outstanding", {})) is dict
+        if state and not is_sound:
             raise InputError(f"the checkpoint's validation state is damaged: {state}; resume from another")
+        self.outstanding = state.get("outstanding")
         if state.get("digest", self.digest) != self.digest:
             _log.warning(
                 "the validation set is another one than that of the checkpoint: the lowest loss so far, %s after step "
