@@ -16,15 +16,15 @@ def test_every_mistake_is_named_at_once_with_the_nearest_name():
     message = str(refused.value)
     assert "polcy: no such option; did you mean policy?" in message
     assert "max_degre: no such option; did you mean max_degree?" in message
-    assert "steps: Input should be greater than or equal to 1" in message
+    assert "steps: Input should be greater than or equal to 1, not 0" in message
     assert "policy: Input should be 'padded'" in message
-    assert "weight_decay: Input should be greater than or equal to 0" in message
+    assert "weight_decay: Input should be greater than or equal to 0, not -1" in message
 
 
 def test_a_number_out_of_range_is_not_told_to_be_a_function():
     with pytest.raises(InputError) as refused:
         read_options({"lr": -1})
-    assert str(refused.value).splitlines()[1:] == ["  lr: Input should be greater than 0"]
+    assert str(refused.value).splitlines()[1:] == ["  lr: Input should be greater than 0, not -1"]
     with pytest.raises(InputError, match="loss: Input should be callable"):
         read_options({"loss": 3})
 

@@ -54,6 +54,15 @@ def test_values_of_yaml_are_what_they_look_like(text, value):
     assert parse_yaml(text) == value and type(parse_yaml(text)) is type(value)
 
 
+def test_lists_and_names_are_asked_for_in_words():
+    with pytest.raises(InputError) as caught:
+        load(None, ["optim.betas=0.9", "train.sample_prompts=hello", "name=a/b"])
+    text = str(caught.value)
+    assert "optim.betas: a list is needed, such as '[first, second]', not 0.9" in text
+    assert "train.sample_prompts: a list is needed" in text
+    assert "name: letters, digits, - and _ are needed, also . but not first, not 'a/b'" in text
+
+
 def test_null_is_text_left_empty(tmp_path):
     (tmp_path / "config.yaml").write_text("data:\n  index:\nmodel: {hf: null}\nplan: {file: ~}\n")
     config = load(tmp_path / "config.yaml", ["plan.profile=null"])

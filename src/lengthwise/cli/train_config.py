@@ -143,6 +143,7 @@ def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
     from lengthwise.core.specs import ModelSpec
     from lengthwise.data.corpus import open_corpus
     from lengthwise.session.measured_profile import MeasuredProfile
+    from lengthwise.session.method_choice import check_degree
     from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, with_steps
     from lengthwise.session.sample_prompts import text_sampling
     from lengthwise.session.trained_model import trained_model
@@ -157,6 +158,8 @@ def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
     validation = validation_corpus(config, model)
     text_sampling(config, corpus, model)
     check_num_ranks(config, nproc)
+    if isinstance(model, ModelSpec):
+        check_degree(config.plan, nproc)
     if config.plan.profile and isinstance(model, ModelSpec):
         MeasuredProfile.open(config.plan.profile, dtype=config.train.dtype, recompute=config.plan.recompute)
     for checked in (corpus, validation):

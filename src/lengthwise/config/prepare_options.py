@@ -6,6 +6,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 
 from lengthwise.config.choices import (
     HeldWeights,
@@ -28,6 +29,7 @@ from lengthwise.config.shared_settings import (
     ProcessSettings,
     SeedSetting,
     UpdateSettings,
+    said_of,
 )
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
@@ -265,6 +267,12 @@ def _suggestion(name: str) -> str:
     )
 
 
+def _said_of(mistake: ErrorDetails) -> str:
+    """What is wrong with a value, and the value unless that is said already."""
+    message = said_of(mistake["type"], mistake["msg"])
+    return message if mistake["type"] in ("value_error", _NOT_CALLABLE) else f"{message}, not {brief(mistake['input'])}"
+
+
 def read_options(given: dict[str, Any]) -> PrepareOptions:
     """The options, or every mistake in them at once.
 
@@ -281,8 +289,7 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
         mistakes = error.errors()
         more_said = {mistake["loc"][:1] for mistake in mistakes if mistake["type"] != _NOT_CALLABLE}
         problems += [
-            f"{'.'.join(map(str, mistake['loc'][:1]))}: "
-            + with_nearest(mistake["msg"].removeprefix("Value error, "), mistake["input"])
+            f"{'.'.join(map(str, mistake['loc'][:1]))}: " + with_nearest(_said_of(mistake), mistake["input"])
             for mistake in mistakes
             if mistake["type"] != _NOT_CALLABLE or mistake["loc"][:1] not in more_said
         ]

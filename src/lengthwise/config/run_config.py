@@ -34,6 +34,7 @@ from lengthwise.config.shared_settings import (
     SeedSetting,
     Settings,
     UpdateSettings,
+    said_of,
 )
 from lengthwise.core.atomic_write import shell_word, write_text
 from lengthwise.core.errors import InputError
@@ -368,5 +369,5 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         return f"  {message}"
     if kind == "model_type":
         return f"  {key}: its settings stand below it, as name: value, not {brief(value)}"
-    message = message.removeprefix("Value error, ")
+    message = said_of(kind, message)
     return with_nearest(f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}", value)

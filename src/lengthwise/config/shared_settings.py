@@ -26,6 +26,15 @@ from lengthwise.core.wording import parse_tokens
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
+def said_of(kind: str, message: str) -> str:
+    """What pydantic says of a wrong value, ``kind`` its type of error, in words that need no Python."""
+    if kind == "tuple_type":
+        return "A list is needed, such as '[first, second]'"
+    if kind == "string_pattern_mismatch":  # the name of a run
+        return "Letters, digits, - and _ are needed, also . but not first"
+    return message.removeprefix("Value error, ")
+
+
 class Settings(BaseModel):
     """Frozen settings whose documentation stands below each of them; unknown names are refused."""
 

@@ -57,18 +57,35 @@ def compiled_methods(config: Config, methods: tuple[Method, ...] | None) -> tupl
     return compilable
 
 
+def check_degree(plan: PlanConfig, num_devices: int) -> None:
+    """Check that the method, or methods, and degree that plans may use suit one another and the devices of the run.
+
+    Raises:
+        InputError: a method needs a degree, or that does not divide the devices.
+    """
+    if plan.degree and num_devices % plan.degree:
+        fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
+        raise InputError(
+            f"plan.degree={plan.degree} does not divide the number of devices of the run, {num_devices}; choose one of "
+            f"{fitting}, or another number of ranks (--nproc)"
+        )
+    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
+        drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""
+        raise InputError(
+            f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
+        )
+    if plan.method == Method.DENSE and plan.degree != 1:
+        raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
+
+
 def check_methods(config: Config, cost: CostModel, cluster: ClusterSpec) -> None:
     """Check that the devices of the run and the profile suit the method, or methods, and degree that plans may use.
 
     Raises:
         InputError: a method needs a degree, that does not divide the devices, or neither was measured.
     """
-    plan, num_devices = config.plan, cluster.num_devices
-    if plan.degree and num_devices % plan.degree:
-        fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
-        raise InputError(
-            f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
-        )
+    plan = config.plan
+    check_degree(plan, cluster.num_devices)
     if plan.profile:
         cost = cost.base if isinstance(cost, CorrectedCost) else cost
         measured = max(scheme.degree for scheme in cost.tables) if isinstance(cost, ProfiledCost) else 1
@@ -89,10 +106,3 @@ def check_methods(config: Config, cost: CostModel, cluster: ClusterSpec) -> None
                     f"{asked_methods(plan)} and --nproc {cluster.num_devices}, or set plan.profile= (empty) for "
                     "analytic costs"
                 )
-    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
-        drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""
-        raise InputError(
-            f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
-        )
-    if plan.method == Method.DENSE and plan.degree != 1:
-        raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")

@@ -119,7 +119,10 @@ def resolve_cluster(config: Config) -> ClusterSpec:
 def check_num_ranks(config: Config, num_ranks: int) -> None:
     """Raise ``InputError`` if the cluster that the configuration names has another number of devices."""
     if config.cluster.name and (num_devices := resolve_cluster(config).num_devices) != num_ranks:
-        raise InputError(f"cluster.name={config.cluster.name} has {num_devices} devices, the run has {num_ranks} ranks")
+        raise InputError(
+            f"cluster.name={config.cluster.name} has {num_devices:,} devices, and the run {num_ranks:,} of its ranks; "
+            f"run with --nproc {num_devices}, or leave cluster.name out"
+        )
 
 
 def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> SeparableCost:

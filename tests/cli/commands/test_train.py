@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -291,3 +292,12 @@ def test_a_profile_says_how_well_each_cost_model_predicts_rows_it_has_not_seen(c
     document = json.loads(lengthwise("profile", *arguments, "--leave-out", "--json").stdout)
     assert set(document["leave_out"]) == {"analytic", "fitted", "hybrid"}
     assert all(0 <= found["median"] <= found["worst"] for found in document["leave_out"].values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("plan.degree=2", "number of devices of the run, 1; .*--nproc"), ("plan.method=ulysses", "needs plan.degree")],
+)
+def test_a_degree_that_ranks_cannot_have_is_refused_before_they_start(cli, corpus, tmp_path, setting, words):
+    code, _, error = cli("train", *options(corpus, tmp_path / "run"), setting)
+    assert code == 2 and re.search(words, error) and not (tmp_path / "run").exists()

@@ -91,7 +91,9 @@ def test_a_signal_that_torchrun_sends_as_it_lost_a_machine_is_no_request_to_stop
 ):
     """Ranks may see a while after the signal that their torchrun is gone: on the machine that hosted its store."""
     monkeypatch.setattr("lengthwise.runtime.train.trainer.gather_json", lambda world, value: [value, int(elsewhere)])
-    loop = SimpleNamespace(world=SimpleNamespace(is_first=True), folder=RunFolder(tmp_path), next_step=3, validation=None)
+    loop = SimpleNamespace(
+        world=SimpleNamespace(is_first=True), folder=RunFolder(tmp_path), next_step=3, validation=None
+    )
     stop = StopRequest(tmp_path / "stop")
     try:
         os.kill(os.getpid(), signal.SIGTERM)
