@@ -120,8 +120,8 @@ def check_num_ranks(config: Config, num_ranks: int) -> None:
     """Raise ``InputError`` if the cluster that the configuration names has another number of devices."""
     if config.cluster.name and (num_devices := resolve_cluster(config).num_devices) != num_ranks:
         raise InputError(
-            f"cluster.name={config.cluster.name} has {num_devices:,} devices, and the run {num_ranks:,} of its ranks; "
-            f"run with --nproc {num_devices}, or leave cluster.name out"
+            f"cluster.name={config.cluster.name} has {num_devices:,} devices, not as many as the run has ranks, "
+            f"{num_ranks:,}; run with --nproc {num_devices}, or leave cluster.name out"
         )
 
 

@@ -247,7 +247,7 @@ def test_plans_that_are_not_there_are_missed_before_ranks_are_started(cli, corpu
         (["plan.max_tokens=100"], 3, "exceeds plan.max_tokens (100 tokens"),
         (["plan.policy=padded", "plan.batch_size=64", "plan.max_tokens=700"], 3, "Lower plan.batch_size"),
         (["model.preset=llama-tiny", "cluster.memory_gib=0.01"], 3, "a device has 10.2 MiB"),
-        (["cluster.name=8xH100-80GB"], 2, "8 devices, the run has 1 ranks"),
+        (["cluster.name=8xH100-80GB"], 2, "8 devices, not as many as the run has ranks, 1; run with --nproc 8"),
         (["model.vocab_size=100"], 2, "raise model.vocab_size"),
         (["train.device=cuda"], 2, "finds no CUDA device"),
         (["plan.method=metp"], 2, "plan.method=metp needs plan.degree"),
