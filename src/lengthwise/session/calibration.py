@@ -65,7 +65,7 @@ def find_cost(
         say(f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}")
         say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")
         say(f"  costs {origin} {path}")
-        say(f"  {cost.error}")
+        say(f"  curves of the two layers: {cost.error}")
     if not was_kept and options.check and run.gather is None:
         _check(run, cost, longest=lengths.max_length, shown=shown)
     return cost
@@ -135,7 +135,7 @@ def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool
             run, predict, packs=[pack], degrees=[degree], method=method, recomputed=[0, num_layers], repeats=3
         ):
             if shown:
-                say(f"  {accuracy}")
+                say(f"  whole model: {accuracy}")
 
 
 def say(words: str) -> None:
