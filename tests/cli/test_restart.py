@@ -309,7 +309,12 @@ def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
 def test_planning_processes_are_as_many_as_the_cores_can_run(monkeypatch, capsys):
     monkeypatch.setattr(own_run, "num_cores", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    world = SimpleNamespace(is_first=True)
+    world = SimpleNamespace(is_first=True, device=SimpleNamespace(type="cuda"))
+    assert own_run._workers(check({}), world) == 1, "of two cores of a rank"
     assert own_run._workers(check({"plan": {"workers": 4}}), world) == 4 and not capsys.readouterr().err
     assert own_run._workers(check({"plan": {"workers": 64}}), world) == 4
     assert "plan.workers=64 for each of 2 ranks is more than the 4 cores" in capsys.readouterr().err
+    monkeypatch.setattr(own_run, "num_cores", lambda: 64)
+    assert own_run._workers(check({}), world) == 4
+    world.device.type = "cpu"
+    assert own_run._workers(check({}), world) == 0

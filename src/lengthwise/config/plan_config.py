@@ -80,8 +80,8 @@ class PlanConfig(PolicySettings):
     shapes: int | None = Field(default=None, ge=1, le=1024)
     """The most sizes of micro-batches, which are filled up with padding; none: micro-batches have any size."""
     workers: int | None = Field(default=None, ge=0, le=64)
-    """The processes per rank that plan ahead; 0: none; none: 1 on GPUs, 0 on CPUs. (In prepare, workers are processes
-    that read items, as those of a DataLoader.)"""
+    """The processes per rank that plan ahead; 0: none; none: on GPUs as many as a rank has further
+    cores, 1 to 4; 0 on CPUs. (In prepare, workers are processes that read items, as those of a DataLoader.)"""
     look_ahead: int = Field(default=4, ge=1, le=1024)
     """The number of steps that workers plan ahead of training."""
 

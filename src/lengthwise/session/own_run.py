@@ -24,6 +24,7 @@ from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.state_placement import is_on_host, with_planned_state
 
 WORKERS_PER_CORE = 2
+FEW_WORKERS = 4
 """Planning processes that a machine runs."""
 
 
@@ -91,12 +92,11 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
 
 def _plan_ahead(config: Config, planner: Planner, corpus: Corpus, world: DistContext) -> PlanAhead:
     """The batches of a run with their plans, made ahead of training where there are workers for it."""
-    workers = int(world.device.type == "cuda") if config.plan.workers is None else _workers(config, world)
     return PlanAhead(
         batch_stream(config, corpus, planner.problem),
         with_draws(config, planner),
         fallback=with_draws(config, replace(planner, policy="static")),
-        workers=workers,
+        workers=_workers(config, world),
         depth=config.plan.look_ahead,
         patience_s=world.timeout_s / 2,  # so that this rank can still plan before others give it up
         warn=world.is_first,
@@ -104,8 +104,13 @@ def _plan_ahead(config: Config, planner: Planner, corpus: Corpus, world: DistCon
 
 
 def _workers(config: Config, world: DistContext) -> int:
-    """``plan.workers``, but no more than ``WORKERS_PER_CORE`` for each core over all ranks of this machine."""
-    asked = config.plan.workers or 0
+    """``plan.workers``, but no more than ``WORKERS_PER_CORE`` for each core over all ranks of this machine; by itself
+    on GPUs ``FEW_WORKERS``, as planning a step of a large cluster may take longer than the step, and a core is left.
+    """
+    if config.plan.workers is None:
+        spare = num_cores() // local_size() - 1
+        return min(FEW_WORKERS, max(1, spare)) if world.device.type == "cuda" else 0
+    asked = config.plan.workers
     max_workers = max(1, WORKERS_PER_CORE * num_cores() // local_size())
     if asked > max_workers and world.is_first:
         sys.stderr.write(
