@@ -84,7 +84,7 @@ def test_positions_that_the_corpus_needs_and_a_model_lacks_are_counted():
 @pytest.mark.parametrize("longest", [None, *range(1, 30)])
 @pytest.mark.parametrize("max_degree", [1, 2, 8, 16, 64, 1000])
 def test_short_packs_are_ragged_and_have_slots_for_every_rank(longest, max_degree):
-    collator = SimpleNamespace(longest=longest)
+    collator = SimpleNamespace(longest=longest, compared_lengths=())
     first, second = traced_lengths(collator)
     assert gcd(first, second) == 1 and 2 <= second < first
     assert (first, second) == LENGTHS or longest <= LENGTHS[0]
@@ -95,7 +95,7 @@ def test_short_packs_are_ragged_and_have_slots_for_every_rank(longest, max_degre
 
 @pytest.mark.parametrize("first", range(FEWEST, LENGTHS[0] + 1))
 def test_slices_of_the_compared_pack_follow_one_another_and_none_is_empty(first):
-    lengths = traced_lengths(SimpleNamespace(longest=first))
+    lengths = traced_lengths(SimpleNamespace(longest=first, compared_lengths=()))
     cuts = cuts_of(*lengths)
     assert cuts[0].start == 0 and cuts[-1] == range(sum(lengths) - 1, sum(lengths)) and all(map(len, cuts))
     assert all(before.stop == after.start for before, after in pairwise(cuts))

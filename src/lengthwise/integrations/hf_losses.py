@@ -22,7 +22,7 @@ LossFunction = Callable[..., Tensor]
 
 SUM_TOLERANCE = 1e-4
 """How far the loss of parts may be from that of a whole, relative: functions may compute in float32."""
-_NUM_TOKENS, _CUT, _TIMES_AS_MANY = 9, 4, 3
+_NUM_TOKENS, _CUT, _TIMES_AS_MANY, _NUM_CLASSES = 9, 4, 3, 100
 _WAY_OUT = "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}"
 
 
@@ -55,12 +55,15 @@ def _mean_of_shard(function: LossFunction, logits: Tensor, targets: Tensor, num_
     return function(_outputs(logits[:, places]), labels, num_items_in_batch=count)
 
 
-def function_problem(function: LossFunction, vocab_size: int) -> str:
+def function_problem(function: LossFunction, vocab_size: int | None) -> str:
     """Why a ``compute_loss_func`` cannot be computed on shards of packs; an empty string if it can.
 
     It is called with random logits of one sequence, and of two parts of it: the sum has to be the same. With a larger
     ``num_items_in_batch``, as the rest of a step makes it, it has to be less in proportion.
+
+    ``vocab_size``: None where the model does not say it.
     """
+    vocab_size = vocab_size or _NUM_CLASSES
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, _NUM_TOKENS, vocab_size, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, vocab_size, (1, _NUM_TOKENS), generator=generator)

@@ -52,6 +52,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
 from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.runtime.wrap.model_accessors import input_embeddings
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.objectives import base_model
 from lengthwise.session.prepare import prepare
@@ -221,7 +222,8 @@ class Trainer(transformers.Trainer):
             )
         if function is None:
             return smoothed_loss(factor)
-        if problem := function_problem(function, self.model.get_input_embeddings().num_embeddings):
+        num_embeddings = getattr(input_embeddings(self.model), "num_embeddings", None)
+        if problem := function_problem(function, num_embeddings):
             raise InputError(f"compute_loss_func: {problem}")
         return loss_of_function(function)
 

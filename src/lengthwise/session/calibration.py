@@ -126,11 +126,11 @@ def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool
     """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
     num_layers = cost.table.num_layers
     for degree, method in cost.fits:
-        predict, length = partial(cost.predict, method=method), longest
-        while length > 32 and predict((length,), degree, num_layers)[0] > CHECKED_S:
-            length //= 2
-        slot = run.collator.slot_tokens
-        pack = (max(1, length // slot) * slot,)
+        predict, slot = partial(cost.predict, method=method), run.collator.slot_tokens
+        shorter = [number * slot for number in run.collator.compared_lengths] or [longest >> n for n in range(1, 40)]
+        lengths = [longest, *sorted((length for length in shorter if 32 <= length < longest), reverse=True)]
+        quick = (length for length in lengths if predict((length,), degree, num_layers)[0] <= CHECKED_S)
+        pack = (max(1, next(quick, lengths[-1]) // slot) * slot,)
         for accuracy in check_prediction(
             run, predict, packs=[pack], degrees=[degree], method=method, recomputed=[0, num_layers], repeats=3
         ):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from enum import Enum, auto
 
 from torch import nn
 
@@ -13,8 +14,18 @@ from lengthwise.session.objectives import labels_sequences
 
 _log = logging.getLogger("lengthwise")
 
-Learn = Callable[[PrepareOptions, bool], PreparedModel]
-"""Traces a model and compares it with itself, in packs or sequence by sequence."""
+
+class ComparedCalls(Enum):
+    """How a model is traced and compared with itself."""
+
+    IN_PACKS = auto()
+    BY_SEQUENCE = auto()
+    AT_LENGTHS_OF_CORPUS = auto()
+    """Sequence by sequence, with no lengths but those that the corpus has: the model may fail with others."""
+
+
+Learn = Callable[[PrepareOptions, ComparedCalls], PreparedModel]
+"""Traces a model and compares it with itself."""
 
 
 def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
@@ -33,15 +44,17 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
             "for each; leave packing out"
         )
     if of_sequences or chosen.packing == "never":
-        return _learned(chosen, learn, by_sequence=True)
+        return _learned_by_sequence(model, chosen, learn)
     try:
-        return _learned(chosen, learn, by_sequence=False)
+        return _learned(chosen, learn, ComparedCalls.IN_PACKS)
     except (InputError, CheckError) as error:
         asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
         if chosen.packing == "always" or chosen.weights == "by-layer" or any(asks_for_packs):
             raise
         refusal = _reason(error)
-    prepared, chosen = _learned(chosen, learn, by_sequence=True)
+    prepared, chosen = _learned_by_sequence(model, chosen, learn)
+    if prepared.collator.compared_lengths:  # so that what was advised for the call does not help
+        refusal = f"{refusal.partition('; say ')[0]}, a length that the corpus need not have"
     if prepared.world.is_first:
         _log.warning(
             "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
@@ -51,17 +64,32 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
     return prepared, chosen
 
 
-def _learned(chosen: PrepareOptions, learn: Learn, *, by_sequence: bool) -> tuple[PreparedModel, PrepareOptions]:
+def _learned_by_sequence(
+    model: nn.Module, chosen: PrepareOptions, learn: Learn
+) -> tuple[PreparedModel, PrepareOptions]:
+    """The model, compared at lengths that the corpus has where its own code fails at the usual ones.
+
+    A model may compute multiples of a block alone, say, or nothing below its stride.
+    """
+    try:
+        return _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
+    except (InputError, CheckError) as error:
+        if f"{type(model).__name__} " not in error.marked or " fails " not in error.marked:
+            raise
+    return _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
+
+
+def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> tuple[PreparedModel, PrepareOptions]:
     """The model, whose layers plans may recompute unless that alone would not be exact."""
     try:
-        return learn(chosen, by_sequence), chosen
+        return learn(chosen, compared), chosen
     except (InputError, CheckError) as error:
         if Setting.RECOMPUTE not in error.remedies or chosen.recompute != "auto":
             raise
         first = error
     chosen = chosen.model_copy(update={"recompute": "none"})
     try:
-        prepared = learn(chosen, by_sequence)
+        prepared = learn(chosen, compared)
     except (InputError, CheckError):
         raise first from None
     if prepared.world.is_first:

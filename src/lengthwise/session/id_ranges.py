@@ -1,6 +1,6 @@
 """How many tokens a model's embedding has, and how many classes its loss: seen in a forward, checked on the corpus."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.wrap.model_accessors import input_embeddings
 
 
 class IdRanges(TorchFunctionMode):
@@ -75,8 +76,7 @@ class IdRanges(TorchFunctionMode):
 
 def check_embedded(model: nn.Module, largest_token: tuple[int, str] | None) -> None:
     """Raise ``InputError`` if a model that names its embedding, as of transformers, has no row there for a token."""
-    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    _check_token(type(model).__name__, getattr(table, "num_embeddings", None), largest_token)
+    _check_token(type(model).__name__, getattr(input_embeddings(model), "num_embeddings", None), largest_token)
 
 
 def _check_token(name: str, rows: int | None, largest: tuple[int, str] | None) -> None:

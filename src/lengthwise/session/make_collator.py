@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
@@ -13,9 +14,29 @@ from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from lengthwise.session.datasets import RunSequences
 
+LONG = 2048
+"""Most slots of the longest sequence that is compared where all that are compared have lengths of the corpus."""
 
-def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
-    """The collator of the corpus' packs for the model."""
+
+def lengths_of_corpus(sequences: RunSequences, slot_tokens: int) -> tuple[int, ...]:
+    """Slots of three sequences of the corpus: the shortest with a target of next tokens, a middle and a long one.
+
+    They are taken for models that fail with the usual lengths, such as those that compute multiples of a block alone.
+    """
+    slots = np.unique(np.asarray(sequences.computed_lengths.lengths) // slot_tokens)
+    slots = slots[slots >= 2] if slots[-1] >= 2 else slots
+    slots = slots[: max(1, int((slots <= LONG).sum()))]
+    return int(slots[-1]), int(slots[0]), int(slots[len(slots) // 2])
+
+
+def make_collator(
+    wrapped_model: WrappedModel,
+    options: PrepareOptions,
+    sequences: RunSequences,
+    *,
+    has_lengths_of_corpus: bool = False,
+) -> PackCollator:
+    """The collator of the corpus' packs for the model; ``has_lengths_of_corpus``: of those that it is compared on."""
     hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
     collator = PackCollator(
         source=sequences,
@@ -30,6 +51,7 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         kinds=sequences.kinds(),
         windows=sequences.windows,
         longest=sequences.computed_lengths.max_length // options.slot_tokens,
+        compared_lengths=lengths_of_corpus(sequences, options.slot_tokens) if has_lengths_of_corpus else (),
         units=_units(sequences, are_split=splits_units(options)),
     )
     if not options.share_prefixes:

@@ -8,6 +8,7 @@ from torch import nn
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import EVERY_TOKEN, MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.model_accessors import output_embeddings
 from lengthwise.session.item_values import ExpectedColumns
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForNextSentencePrediction")
@@ -114,7 +115,7 @@ def _label_limit(model: Any, *, classifies: bool) -> int | None:
         return 2
     if classifies:
         return int(model.config.num_labels)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_embeddings(model)
     rows, shape = getattr(head, "out_features", None), tuple(getattr(getattr(head, "weight", None), "shape", ()))
     if len(shape) == 2 and (rows is None or (rows != shape[0] and rows == shape[1])):
         rows = shape[0]  # of a tied embedding, of which peft's wrapper says that it puts out hidden states

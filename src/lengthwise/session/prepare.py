@@ -52,7 +52,7 @@ from lengthwise.session.coupled_units import (
     with_members_planned,
 )
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import learn_exactly
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
@@ -220,9 +220,10 @@ def _learn(
     sequences: RunSequences,
     objective: str,
     chosen: PrepareOptions,
-    by_sequence: bool,
+    calls: ComparedCalls,
 ) -> PreparedModel:
     """The model, traced and compared with the stock model."""
+    by_sequence = calls is not ComparedCalls.IN_PACKS
     wrapped_model = WrappedModel(
         model,
         objective=objective,
@@ -242,7 +243,9 @@ def _learn(
         prepared = PreparedModel.with_optimizer(
             wrapped_model,
             world,
-            collator=make_collator(wrapped_model, chosen, sequences),
+            collator=make_collator(
+                wrapped_model, chosen, sequences, has_lengths_of_corpus=calls is ComparedCalls.AT_LENGTHS_OF_CORPUS
+            ),
             optimizer=after_trial(chosen.optimizer_settings),
             seed=chosen.seed,
             by_layer=chosen.weights == "by-layer",
@@ -276,7 +279,9 @@ def _learn(
 def _learn_named(prepared: PreparedModel, chosen: PrepareOptions) -> None:
     first, second = traced_lengths(prepared.collator)
     dtype = str(prepared.wrapped_model.structure.computed_dtype).removeprefix("torch.")
-    call = f"a pack of one sequence, of {first} or {second} slots, in {dtype} on {prepared.world.device.type}"
+    pack = "one sequence" if prepared.collator.compared_lengths else "a pack of one sequence"
+    slots = f"{first}" if first == second else f"{first} or {second}"
+    call = f"{pack}, of {slots} slots, in {dtype} on {prepared.world.device.type}"
     with forward_errors_named(prepared.model, chosen, call=call):
         trace_model(prepared)
 

@@ -18,8 +18,9 @@ from lengthwise.runtime.profile import probes as gauge
 from lengthwise.runtime.profile import trial as bench
 from lengthwise.runtime.profile import two_layer_profile as profile
 from lengthwise.runtime.profile.fingerprint import find_table
+from lengthwise.runtime.profile.measured_packs import FEWEST, ladder, many_short
 from lengthwise.runtime.profile.trial import Trial, measure_memory
-from lengthwise.runtime.profile.two_layer_profile import FEWEST, ProfilingEffort, ladder, many_short, measure
+from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from lengthwise.runtime.profile.validate import check_prediction
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from tests.cost.profiled.equations import LayerProfile

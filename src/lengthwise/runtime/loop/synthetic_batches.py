@@ -25,7 +25,12 @@ FEWEST = 3
 
 
 def traced_lengths(collator: PackCollator) -> tuple[int, int]:
-    """Slots of two sequences of coprime lengths; no more than the corpus's longest has, so that tables hold them."""
+    """Slots of two sequences of coprime lengths; no more than the corpus's longest has, so that tables hold them.
+
+    Lengths which the corpus has where the model is compared on no others.
+    """
+    if collator.compared_lengths:
+        return collator.compared_lengths[0], collator.compared_lengths[1]
     first = LENGTHS[0] if collator.longest is None else max(FEWEST, min(LENGTHS[0], collator.longest))
     return first, next(second for second in range(max(2, first * 7 // 11), first) if gcd(first, second) == 1)
 

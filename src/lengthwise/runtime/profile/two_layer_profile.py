@@ -29,15 +29,10 @@ from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.layer_kinds import MeasuredLayers, measured_layers
 from lengthwise.runtime.profile.layer_memory import CountedBytes, measure_bytes
 from lengthwise.runtime.profile.measure_links import host_speed
+from lengthwise.runtime.profile.measured_packs import FEWEST, ladder, many_short, packs_of_corpus
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_time
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
-SHORTEST = 32
-"""Slots of the shortest sequence measured, where sequences are much longer."""
-FEWEST = 3
-"""Packs that are measured whatever time they take: three coefficients need as many."""
-MOST_SEQUENCES = 256
-"""Most sequences in the pack of many short ones."""
 GROWTH = 4.0
 """Largest growth of time that is expected when a sequence is twice as long."""
 SHARE_OF_FREE = 0.9
@@ -172,30 +167,6 @@ def _layers_to_measure(wrapped_model: WrappedModel) -> MeasuredLayers:
     return measured_layers(structure.layers, called=layers.called)
 
 
-def ladder(longest: int, *, degree: int, slot_tokens: int = 1) -> list[tuple[int, ...]]:
-    """Packs of one sequence, of doubling length, the shortest first, in tokens; every rank has slots of each."""
-    slots = [max(1, longest // slot_tokens)]
-    shortest = max(degree, min(SHORTEST, slots[0] // 8))
-    while slots[-1] // 2 >= shortest:
-        slots.append(slots[-1] // 2)
-    return [(number * slot_tokens,) for number in reversed(slots)]
-
-
-def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> tuple[int, ...]:
-    """A pack with about as many tokens as the second longest of the lone sequences, of many short ones; () of one slot.
-
-    It tells what a token costs from what a micro-batch does. Its neighbours differ in length, as those of other packs
-    do: attention on a CPU computes runs of equally long sequences in one call.
-    """
-    slots = [lengths[0] // slot_tokens for lengths in measured]
-    total = slots[max(0, len(slots) - 2)]
-    short = max(1, min(slots[min(1, len(slots) - 1)], total // 2))
-    number = min(MOST_SEQUENCES, total // short)
-    if number < 2:
-        return ()
-    return tuple(slot_tokens * (short if place % 2 else max(1, short - 1)) for place in range(number))
-
-
 class _Profiler:
     """Measures packs of one degree after the other, with decisions that are the same on all ranks."""
 
@@ -219,8 +190,12 @@ class _Profiler:
         """Measure the rows of one degree and method, the ``part[0]``-th of ``part[1]``."""
         self._degree, self._method, self._group = degree, method, group_of_degree(self._run.world, degree)
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
-        slot_tokens = self._run.collator.slot_tokens
-        packs = ladder(self._longest, degree=degree, slot_tokens=slot_tokens)
+        slot_tokens, lengths_of_corpus = self._run.collator.slot_tokens, self._run.collator.compared_lengths
+        packs = (
+            packs_of_corpus(lengths_of_corpus, self._longest, slot_tokens=slot_tokens)
+            if lengths_of_corpus
+            else ladder(self._longest, degree=degree, slot_tokens=slot_tokens)
+        )
         packs = [lengths for lengths in packs if sum(lengths) > self.variant.tile_tokens * degree * slot_tokens]
         cases: list[_Case] = []
         for number, lengths in enumerate(packs):
@@ -233,7 +208,7 @@ class _Profiler:
             self._on_progress((part[0] + 0.5 * (number + 1) / (len(packs) + 1)) / part[1])
         if not cases:
             return []
-        lengths = many_short([case.lengths for case in cases], slot_tokens=slot_tokens)
+        lengths = () if lengths_of_corpus else many_short([case.lengths for case in cases], slot_tokens=slot_tokens)
         short = self._begin(lengths, warm_up=False) if lengths else None
         cases += [short] if short is not None else []
         for repeat in range(1, self._effort.repeats):

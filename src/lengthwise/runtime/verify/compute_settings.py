@@ -59,7 +59,7 @@ class ComputeSetting:
 
 def short_lengths(collator: PackCollator, max_degree: int = 1) -> tuple[int, ...]:
     """Slots of the sequences of the short pack: ragged, one of them long or several, so that all ranks have slots."""
-    lengths = (*traced_lengths(collator), FEW)
+    lengths = collator.compared_lengths or (*traced_lengths(collator), FEW)
     if max_degree <= sum(lengths):
         return lengths
     longest = max_degree if collator.longest is None else max(lengths[0], min(collator.longest, max_degree))
@@ -103,7 +103,7 @@ def settings_of(
             for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
-    if longest <= lengths[0]:
+    if longest <= lengths[0] or run.collator.compared_lengths:
         return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [

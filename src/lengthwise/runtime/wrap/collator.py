@@ -54,6 +54,10 @@ class PackCollator:
     longest: int | None = None
     """Slots of the longest sequence of the corpus; None: it is not known."""
 
+    compared_lengths: tuple[int, ...] = ()
+    """Slots of three sequences, as the corpus has them, that a model is compared on which fails with other lengths;
+    nothing: the usual ones."""
+
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
 

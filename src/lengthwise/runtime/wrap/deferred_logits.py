@@ -23,6 +23,7 @@ from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_e
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.deferred_loss import METADATA, QUERIES, DeferredLoss
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.model_accessors import output_embeddings
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
 Call = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
@@ -271,7 +272,7 @@ class DeferredHead:
         self._forward: PreparedForward | None = None
         self.parameters: list[nn.Parameter] = []
         """Those that logits are made of after the forward."""
-        head = _output_embeddings(model)
+        head = output_embeddings(model)
         if type(head) is not nn.Linear or isinstance(head.weight, DTensor):
             return  # an adapter's head, say, or one whose weights are gathered for the forward alone
 
@@ -291,13 +292,3 @@ class DeferredHead:
         """Restore the head's own forward."""
         if self._forward is not None:
             self._forward.release()
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    """The module that makes logits of hidden states; None where the model names none."""
-    find = getattr(model, "get_output_embeddings", None)
-    try:
-        head = None if find is None else find()
-    except NotImplementedError:
-        return None
-    return head if isinstance(head, nn.Module) else None

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, LayerReachedError
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.model_accessors import input_embeddings, readable
 
 _NAME = "position_ids"
 _PROBE_LENGTH = 48
@@ -196,9 +197,8 @@ def _agree(first: list[_Lookup], second: list[_Lookup]) -> bool:
 def _probe(model: nn.Module, tokens: Tensor) -> Tensor:
     """A probe sequence: tokens of the corpus, and between them every special token of the config, such as padding."""
     config = getattr(model, "config", None)
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    num_rows = getattr(embedding, "num_embeddings", 0)
-    named = [getattr(config, name, None) for name in dir(config) if name.endswith("_token_id")]
+    num_rows = getattr(input_embeddings(model), "num_embeddings", 0)
+    named = [readable(config, name) for name in dir(config) if name.endswith("_token_id")]
     ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
     special = sorted({token for token in ids if isinstance(token, int) and 0 <= token < num_rows})
     longest = getattr(config, "max_position_embeddings", None)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.absent_parameter import AbsentParameter
 from lengthwise.runtime.state.table import ParameterTable
+from lengthwise.runtime.wrap.model_accessors import input_embeddings
 
 Layers = nn.ModuleList | nn.Sequential
 """What holds the layers of a model."""
@@ -201,11 +202,7 @@ def _containers(model: nn.Module, kind: type[Layers]) -> dict[str, Layers]:
 
 def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
     """Keep the layer lists that are nearest to the token embedding; others belong to image towers, say."""
-    embed = getattr(model, "get_input_embeddings", None)
-    try:
-        embedding = None if embed is None else embed()
-    except NotImplementedError:
-        embedding = None
+    embedding = input_embeddings(model)
     home = next((name for name, module in model.named_modules() if module is embedding), None)
     if home is None or len(names) < 2:
         return names
