@@ -110,6 +110,18 @@ def test_scale_and_bias_are_those_of_float64_where_that_can_be_computed():
     torch.testing.assert_close(swapped.attended.scale_and_bias(), (0.3, 0.3 * BIAS[[2, 0, 1]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "cast", [(Tensor.float,), (Tensor.to, torch.bfloat16), (Tensor.type_as, torch.zeros(1).half())]
+)
+def test_a_cast_before_the_softmax_rounds_no_scale(dtype, cast):
+    root = math.sqrt(8)
+    scores = recorded(scores_of(HEADS, dtype=dtype), (Tensor.__truediv__, root), cast, (torch.add, BIAS[0]))
+    scale, bias = scores.attended.scale_and_bias()
+    assert scale == pytest.approx(1 / root, rel=1e-14)
+    torch.testing.assert_close(bias, BIAS[:1], rtol=0, atol=1e-14)
+
+
 def bent(logits, amount):
     return logits + amount * logits * logits
 

@@ -7,6 +7,8 @@ position, the whole is an attention like any other; where it does not, the model
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bm
 ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 _DROPOUTS = (F.dropout, torch.dropout)
 _QUESTIONS = (Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
+CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
+"""Functions of logits that change their dtype and nothing else."""
 _TRIED = 1 << 16
 """Weights that a function is tried on: as many as the sequences have that a model is learned from."""
 _HIDDEN = -5000.0
@@ -56,11 +60,11 @@ class ManualAttention:
     is_beyond: bool = False
     """Whether there are more slots than a table has that was applied, so that the steps cannot be computed."""
 
-    def logits(self, product: Tensor) -> Tensor:
-        """Apply all recorded operations to the product of queries and keys."""
+    def logits(self, products: Tensor, *, has_casts: bool = True) -> Tensor:
+        """Apply the recorded operations to the product of queries and keys; ``has_casts``: those to a dtype too."""
         for step in self.steps:
-            product = step.of(product)
-        return product
+            products = step.of(products) if has_casts or _name(step.function) not in CASTS else products
+        return products
 
     def of(self, value: Tensor) -> Tensor:
         """Compute the attention as the model would, without dropout."""
@@ -70,28 +74,27 @@ class ManualAttention:
     def scale_and_bias(self) -> tuple[float, Tensor]:
         """Reduce the operations to a scale of the logits and a bias [heads or 1, t, t], -inf where hidden.
 
+        They are computed in float64 where they can be: after a cast, as many models have before their softmax, a scale
+        would be rounded to that dtype, and the attention would be another one than that of the model in float64.
+
         Raises:
             InputError: they do not become scaled products and a bias.
         """
         heads = torch.broadcast_shapes(self.query.shape[:-2], self.key.shape[:-2])
-        without_heads, dtypes = (1,) * len(heads), (torch.float64, self.query.dtype)
-        for leading, dtype in (
-            (without_heads, dtypes[0]),
-            (heads, dtypes[0]),
-            (without_heads, dtypes[1]),
-            (heads, dtypes[1]),
-        ):
+        computed = ((torch.float64, False), (torch.float64, True), (self.query.dtype, True))
+        for (dtype, has_casts), leading in product(computed, ((1,) * len(heads), heads)):
             zeros = torch.zeros(*leading, self.query.shape[-2], self.key.shape[-2], dtype=dtype)
             try:
-                return self._scale_and_bias(zeros.to(self.query.device))
+                return self._scale_and_bias(zeros.to(self.query.device), has_casts=has_casts)
             except (RuntimeError, IndexError):  # not of this dtype, or all heads must be there
                 continue
         raise _refusal(self.steps[-1].function)
 
-    def _scale_and_bias(self, zeros: Tensor) -> tuple[float, Tensor]:
-        bias = self.logits(zeros)
+    def _scale_and_bias(self, zeros: Tensor, *, has_casts: bool) -> tuple[float, Tensor]:
+        logits = partial(self.logits, has_casts=has_casts)
+        bias = logits(zeros)
         seen = bias > _HIDDEN
-        slope = self.logits(zeros + 1.0) - bias
+        slope = logits(zeros + 1.0) - bias
         place = torch.where(seen, bias.abs(), torch.inf).argmin()
         scale = float(slope.flatten()[place])
         products = torch.ones_like(zeros) * 0.5
@@ -102,7 +105,7 @@ class ManualAttention:
         same = products.numel() == bias.numel()
         expected = bias + scale * (products.reshape(bias.shape) if same else products)
         limit = 1e-2 if torch.finfo(bias.dtype).bits < 32 else 1e-4
-        is_near = (self.logits(products) - expected).abs() <= limit * (1.0 + expected.abs())
+        is_near = (logits(products) - expected).abs() <= limit * (1.0 + expected.abs())
         if not bool((is_near | ~seen).all()):
             raise InputError(
                 "a model that attends by hand does more to its logits than to scale them and to add a mask or a bias "

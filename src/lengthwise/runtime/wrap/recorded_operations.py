@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.manual_attention import HERE, LogitsOperation
+from lengthwise.runtime.wrap.manual_attention import CASTS, HERE, LogitsOperation
 from lengthwise.runtime.wrap.position_tables import OPEN, IndexSamples, PositionTable, TableComparison
 
 _ADDING = ("add", "add_", "sub", "sub_", "__add__", "__sub__", "__radd__", "__iadd__", "__isub__")
 """Functions of logits and of what is added, of which one value for all keys of a query makes no difference."""
-_CASTS = ("to", "float", "double", "half", "bfloat16", "type", "type_as")
 
 
 class _Operand(NamedTuple):
@@ -49,7 +48,7 @@ def read_operations(steps: Sequence[LogitsOperation], num_slots: int) -> Operati
     form = []
     for step in steps:
         name = getattr(step.function, "__name__", str(step.function))
-        if name in _CASTS:
+        if name in CASTS:
             continue
         values = (*step.args, *sorted(step.kwargs.items()))
         tensors: list[Tensor] = []
