@@ -223,6 +223,19 @@ class CheckpointsReentrantly(CheckpointsItself):
         return super().run(x if x.requires_grad else x.requires_grad_(), idx)
 
 
+class CheckpointsAttention(Plain):
+    """Each layer recomputes its attention itself; every other by the reentrant kind, which has no ``.grad()``."""
+
+    use_reentrant = True
+
+    def layer(self):
+        block = super().layer()
+        inner, use_reentrant = block.attention.forward, self.use_reentrant
+        self.use_reentrant = not use_reentrant
+        block.attention.forward = lambda x: checkpoint(inner, x, use_reentrant=use_reentrant)
+        return block
+
+
 class CheckpointsInside(Plain):
     def layer(self):
         block = super().layer()

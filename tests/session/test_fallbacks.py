@@ -74,6 +74,24 @@ def test_what_was_asked_for_is_refused_instead():
         lw.prepare(Documents().double(), rows(), **{**OWN_PLANS, "recompute": "all"})
 
 
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_what_layers_recompute_themselves_is_left_to_plans(caplog, recompute):
+    model = build("layer_forms.CheckpointsAttention")
+    stock = build("layer_forms.CheckpointsAttention")
+    stock.load_state_dict(model.state_dict())
+    _, (expected,) = train_alone(stock, 1)
+    run = lw.prepare(model, rows(), **{**OWN_PLANS, "recompute": recompute, "packing": "always"})
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        step.update()
+    run.close()
+    assert caplog.text.count("the model's activation checkpointing is left out: plans choose") == 1
+    weights = dict(model.named_parameters())
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name].detach(), value, rtol=0, atol=1e-10)
+
+
 class Weighted(models.GPT):
     """Its loss weighs one token more than others, so that a pack's is no mean of those of its sequences."""
 

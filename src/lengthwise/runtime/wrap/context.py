@@ -6,7 +6,7 @@ a video. T slots of the pack, t of this rank.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -150,6 +150,8 @@ class PackShard:
     """What every draw of a single uniform number gives, on every rank."""
     preserves_rng: bool = False
     """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
+    around_second_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What a layer that recomputes is computed within in the backward."""
     weight_gradients: WeightGradients | None = None
     """Takes the gradients of weights that the backward leaves for later; None: it leaves none."""
     watched: WatchedBackward | None = None

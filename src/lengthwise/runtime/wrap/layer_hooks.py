@@ -250,11 +250,6 @@ class HookedLayers:
         """The output of the layer that was computed last."""
         return self._last
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a layer is computed, and not what is before, between or after layers."""
-        return 0 < self.position <= len(self._modules) and not self.is_between
-
     def check_called(self, model: str) -> None:
         """Raise ``InputError`` if no layer was called, but maybe its parts."""
         if not self._attends:

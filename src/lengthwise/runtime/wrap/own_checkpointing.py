@@ -1,13 +1,14 @@
 """Activation checkpointing of a model's own: plans decide which layers are recomputed instead.
 
-That of transformers is switched off. Where other code asks torch for it, outside of layers, it is left out:
-``checkpoint`` is an ordinary function, so while the forward runs its names in the modules where the model's classes are
-written, and its home's, stand for ours.
+That of transformers is switched off. What other code gives to ``torch.utils.checkpoint``, around layers or inside of
+one, is called directly: attention that is computed again by torch, in a layer that may be computed again as well, would
+make calls that plans know nothing of. ``checkpoint`` is an ordinary function, so while the forward runs, and in the
+backward while a layer is computed again, its names in all modules that have imported it stand for ours.
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -17,21 +18,29 @@ from torch.utils import checkpoint as home
 Forward = Callable[..., Any]
 _OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
 """Keyword arguments of ``checkpoint`` itself; it passes others on."""
+_NOT_OF_USERS = ("torch", "lengthwise")
+"""Packages whose modules keep the function, unless a class of the model is written there."""
 
 
 class OwnCheckpointing:
     """Switches off what models of transformers bring, and calls what others' code gives to ``checkpoint`` directly."""
 
-    def __init__(self, model: nn.Module, *parts: nn.Module, is_in_layer: Callable[[], bool]) -> None:
-        """``parts``: models of transformers in it; ``is_in_layer``: whether a layer computes, whose calls stay."""
+    def __init__(self, model: nn.Module, *parts: nn.Module) -> None:
+        """``parts``: models of transformers in it."""
         self.is_used = switch_off_checkpointing(model, *parts)
         """Whether the model had any that is left out, as far as its forward was called."""
-        self._is_in_layer = is_in_layer
         self._original: Forward = home.checkpoint
         written_in = {type(module).__module__ for module in model.modules()}
-        spaces = [home, *(sys.modules[name] for name in sorted(written_in) if name in sys.modules)]
+        spaces = {
+            id(space): space
+            for name, space in list(sys.modules.items())
+            if name in written_in or name.partition(".")[0] not in _NOT_OF_USERS
+        }
         self._places = [
-            (space, name) for space in spaces for name, value in vars(space).items() if value is self._original
+            (space, name)
+            for space in (home, *spaces.values())
+            for name, value in list(getattr(space, "__dict__", {}).items())
+            if value is self._original
         ]
 
     def replaced_in(self, forward: Forward) -> Forward:
@@ -39,17 +48,21 @@ class OwnCheckpointing:
 
         @wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                for space, name in self._places:
-                    setattr(space, name, self._called)
-                    stack.callback(setattr, space, name, self._original)
+            with self.left_out():
                 return forward(*args, **kwargs)
 
         return call
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Within, calls of ``checkpoint`` are replaced."""
+        with ExitStack() as stack:
+            for space, name in self._places:
+                stack.callback(setattr, space, name, getattr(space, name))
+                setattr(space, name, self._called)
+            yield
+
     def _called(self, function: Forward, *args: Any, **kwargs: Any) -> Any:
-        if self._is_in_layer():
-            return self._original(function, *args, **kwargs)
         self.is_used = True
         return function(*args, **{name: value for name, value in kwargs.items() if name not in _OPTIONS})
 

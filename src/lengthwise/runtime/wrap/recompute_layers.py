@@ -74,7 +74,7 @@ def checkpoint_layer(
 
     The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
     """
-    begun, is_second = shard.counts.copy(), False
+    begun, around, is_second = shard.counts.copy(), shard.around_second_forward, False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_second
@@ -83,7 +83,7 @@ def checkpoint_layer(
             return first(*args, **kwargs)
         after, shard.counts = shard.counts, begun.copy()
         try:
-            with shards.active(shard):
+            with shards.active(shard), around():
                 return second(*args, **kwargs)
         finally:
             shard.counts = after

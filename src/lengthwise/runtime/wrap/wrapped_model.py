@@ -97,7 +97,7 @@ class WrappedModel:
         self.used_units: tuple[frozenset[int], ...] = ()
         """The units of parameters that each position of the forward uses, once they were observed."""
         parts = self.structure.hugging_face_models()
-        self.checkpointing = OwnCheckpointing(model, *parts, is_in_layer=lambda: self.layers.is_inside)
+        self.checkpointing = OwnCheckpointing(model, *parts)
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
@@ -297,6 +297,7 @@ class WrappedModel:
             script = ExchangeScript(calls=script.calls)  # no backward
         forward = shards.ForwardPass(script=script, begun=shard.num_exchanges, num_other_targets=call.num_targets)
         shard.passes.append(forward)
+        shard.around_second_forward = self.checkpointing.left_out
         try:
             if not shard.has_failed:
                 self._learn_masks(shard)
