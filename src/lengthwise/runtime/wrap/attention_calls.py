@@ -23,6 +23,7 @@ from lengthwise.runtime.wrap.manual_attention import (
 )
 from lengthwise.runtime.wrap.recorded_operations import Operations, read_operations
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
+from lengthwise.runtime.wrap.written_softmax import part_of_softmax
 
 MOST_COMPUTED_SLOTS = 2048
 """Most slots of a rank for which operations on logits that are others than before are computed, in memory of their
@@ -104,7 +105,8 @@ class AttentionCalls:
     def _of_scores(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_product = func in PRODUCTS and isinstance(args[0], Scores) and args[0].attended.is_weights
         if not is_product or not isinstance(args[1], Tensor):
-            return record_operation(func, args, kwargs, is_known=self._calls is None)
+            part = part_of_softmax(func, args, kwargs)
+            return part if part is not None else record_operation(func, args, kwargs, is_known=self._calls is None)
         assert self.shard is not None, "a micro-batch is computed"
         self.shard.counts.products += 1
         if self._rules is None:

@@ -7,6 +7,7 @@ position, the whole is an attention like any other; where it does not, the model
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from itertools import product
 from typing import Any
@@ -48,6 +49,14 @@ class LogitsOperation:
 HERE = object()
 
 
+class LogitsKind(Enum):
+    """What scores are before they are weights."""
+
+    LOGITS = auto()
+    LOG_WEIGHTS = auto()
+    EXPONENTIALS = auto()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ManualAttention:
     """The recorded operations of a manual attention between its two products."""
@@ -56,6 +65,7 @@ class ManualAttention:
     key: Tensor
     steps: tuple[LogitsOperation, ...] = ()
     is_weights: bool = False
+    kind: LogitsKind = LogitsKind.LOGITS
     dropout: float = 0.0
     is_beyond: bool = False
     """Whether there are more slots than a table has that was applied, so that the steps cannot be computed."""
@@ -121,6 +131,8 @@ class Scores(Tensor):
 
     attended: ManualAttention
     form: Tensor
+    row: str = ""
+    """What it is of each row of scores, such as its sum; empty: it is scores."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -180,11 +192,13 @@ def record_operation(
     if function in _QUESTIONS or getattr(function, "__name__", "") == "__get__":
         return function(*args, **kwargs)
     attended = scores.attended
+    if scores.row or attended.kind is not LogitsKind.LOGITS:
+        raise _refusal(function)
     if function in _DROPOUTS:
         p, training = [*args[1:], *(kwargs[name] for name in ("p", "training", "train") if name in kwargs)][:2]
         return Scores.of(replace(attended, dropout=p if training else 0.0), scores.form, scores.device)
     try:
-        form = _form(function, args, kwargs)
+        form = form_of(function, args, kwargs)
     except InputError:
         if not is_known or attended.is_weights or not _is_cut(scores, (*args, *kwargs.values())):
             raise
@@ -200,6 +214,13 @@ def record_operation(
         return Scores.of(attended, form, scores.device)
     others: list[Tensor] = []
     _replaced((args, kwargs), lambda value: others.append(value) if isinstance(value, Tensor) else None)
+    if function in PRODUCTS:
+        raise InputError(
+            "a model that attends by hand multiplies its logits by its values without a softmax over keys between "
+            "them, which cannot be honoured on packs"
+        )
+    if any(isinstance(other, Scores) for other in others if other is not scores):
+        raise _refusal(function)
     if any(other.requires_grad for other in others if other is not scores):
         raise InputError(
             f"a model that attends by hand calls {_name(function)} of its logits and of what is trained, such as a "
@@ -230,8 +251,12 @@ def _keeps_numbers(function: Callable[..., Any], args: Any, kwargs: Any, scores:
     return result.shape == numbers.flatten().shape and torch.allclose(result, numbers.flatten(), rtol=1e-2, atol=0.0)
 
 
-def _form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A meta tensor with the shape and dtype of what a function returns."""
+def form_of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A meta tensor with the shape and dtype of what a function of scores returns.
+
+    Raises:
+        InputError: it is no function of one tensor, or not of this shape.
+    """
 
     def on_meta(value: Any) -> Any:
         if isinstance(value, Scores):
