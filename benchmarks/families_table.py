@@ -18,6 +18,11 @@ KINDS = {
     "tokens": "token classification",
     "sequences": "sequence classification",
 }
+RELATIVE = (
+    "Models are as their configuration class has them. Deberta and DebertaV2 with relative_attention=True, as "
+    "published checkpoints have it, attend by trained biases: exact, each sequence on one rank."
+)
+"""What published models of classes are otherwise than those that are swept."""
 OUTCOMES = ("exact", "refused", "wrong", "failed", "not built")
 
 
@@ -61,6 +66,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             ]
         if alone:
             lines += ["", f"{_title(title)}, exact, each sequence on one rank ({len(alone)}): {', '.join(alone)}."]
+    lines += ["", RELATIVE]
     by_reason = defaultdict(list)
     for (_, name), row in sorted(worst.items()):
         if row["outcome"] in ("refused", "wrong", "failed"):

@@ -56,6 +56,15 @@ MISTRAL = {
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "sliding_window": 4096,
     "vocab_size": 32000, "tie_word_embeddings": False,
 }  # fmt: skip
+BLOOM_7B = {"model_type": "bloom", "n_embed": 4096, "n_layer": 30, "num_attention_heads": 32, "vocab_size": 250880}
+XLNET_LARGE = {
+    "model_type": "xlnet", "d_inner": 4096, "d_model": 1024, "ff_activation": "gelu", "n_head": 16, "n_layer": 24,
+    "vocab_size": 32000, "tie_word_embeddings": True,
+}  # fmt: skip
+CTRL = {
+    "model_type": "ctrl", "dff": 8192, "n_embd": 1280, "n_head": 16, "n_layer": 48, "vocab_size": 246534,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 VIT = {
@@ -83,8 +92,9 @@ def active_params(spec):
     [
         (MIXTRAL, 46.7, 12.9), (QWEN3_30B, 30.5, 3.3), (GLM_45, 353, 32 + 1.55), (LLAMA4_SCOUT, 107.8, 17.2),
         (GPT_OSS_20B, 20.9, 3.6 + 0.58), (GEMMA2_9B, 9.24, 9.24), (FALCON_7B, 6.92, 6.92), (MISTRAL, 7.24, 7.24),
+        (BLOOM_7B, 7.07, 7.07), (XLNET_LARGE, 0.335, 0.335), (CTRL, 1.64, 1.64),
     ],
-    ids=["mixtral", "qwen3", "glm4.5", "llama4", "gpt-oss", "gemma2", "falcon", "mistral"],
+    ids=["mixtral", "qwen3", "glm4.5", "llama4", "gpt-oss", "gemma2", "falcon", "mistral", "bloom", "xlnet", "ctrl"],
 )  # fmt: skip
 def test_parameters_are_those_that_are_published(read, config, billions, active):
     spec = read(config)
@@ -131,7 +141,7 @@ def test_what_training_reads_is_read_with_its_details(read):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**MIXTRAL, "hidden_size": None}, "lacks hidden_size or n_embd or d_model"),
+        ({**MIXTRAL, "hidden_size": None}, "lacks hidden_size or n_embd or n_embed or d_model"),
         ({**MIXTRAL, "num_hidden_layers": 0}, "num_hidden_layers or n_layer or n_layers or num_layers is 0"),
         (
             {**MIXTRAL, "intermediate_size": [1, 2]},

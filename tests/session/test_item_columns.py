@@ -1,14 +1,19 @@
 """Columns of items mean here what they mean in TRL and transformers: used, harmless, or refused."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import lengthwise as lw
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
+from lengthwise.session import stock_run
 from lengthwise.session.datasets import read_sequences
+from lengthwise.session.prepare import check_labels_are_meant
 from tests.session import models
 from tests.session.columns import (
     OPTIONS,
@@ -377,6 +382,15 @@ def refusals_of_unlabelled_rows():
         lw.prepare(BartForCausalLM(config).double(), rows, **options)
     lw.prepare(BartForCausalLM(config).double(), rows, objective="next-token", **options).close()
     return str(refused.value)
+
+
+def test_advice_about_missing_labels_is_that_of_whoever_asked():
+    prepared = SimpleNamespace(model=nn.Identity(), wrapped_model=SimpleNamespace(labels=SimpleNamespace(shifts=False)))
+    for has_loss_mask in (False, True):
+        sequences = SimpleNamespace(has_loss_mask=has_loss_mask, labels=None)
+        with pytest.raises(InputError, match="; a configuration trains models of next tokens or of hidden") as refused:
+            check_labels_are_meant(prepared, PrepareOptions(), sequences, stock_run.WITHOUT_LABELS)
+        assert "objective" not in str(refused.value) and "lengthwise.prepare" in str(refused.value)
 
 
 def test_rows_without_labels_are_refused_where_the_loss_does_not_shift_them(ranks):

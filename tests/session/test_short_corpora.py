@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.synthetic_batches import FEWEST, LENGTHS, traced_lengths
 from lengthwise.runtime.verify.compute_settings import short_lengths
 from lengthwise.runtime.verify.stage_check import check_stages, cuts_of
@@ -72,6 +72,38 @@ def test_its_stages_slices_teachers_and_shared_prefixes_are_checked_at_these_len
     run.close()
     answers = [{"input_ids": [1, 2, last, 4, 5, 6], "labels": [-100, -100, last, 4, 5, 6]} for last in (7, 8)]
     lw.prepare(model_of(6), [tuple(answers)] * 6, share_prefixes=True, **OPTIONS).close()
+
+
+class LookingUp(models.Block):
+    """The first layer leaves its input, which the last one looks up, as layers that share keys do."""
+
+    def forward(self, x, number, shared):
+        if number == 0:
+            shared["keys"] = x
+        return super().forward(x + 0.1 * shared["keys"] if number == 2 else x)
+
+
+class SharedKeys(models.GPT):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(LookingUp(24, 4) for _ in range(3))
+
+    def forward(self, idx, targets=None):
+        x, shared = self.tokens(idx) + self.places(torch.arange(idx.shape[1])), {}
+        for number, block in enumerate(self.blocks):
+            x = block(x, number, shared)
+        logits = self.head(self.norm(x))
+        return logits, torch.nn.functional.cross_entropy(logits[0], targets[0], ignore_index=-100)
+
+
+def test_what_later_stages_look_up_is_said_to_pass_between_layers():
+    run = lw.prepare(SharedKeys().double(), rows_up_to(20), **{**OPTIONS, "recompute": "none"})
+    reason = (
+        r"in stages of \[1, 1, 1\] layers \(KeyError: 'keys'\), .* more than hidden states passes between its layers"
+    )
+    with pytest.raises(CheckError, match=reason):
+        check_stages(run, [1, 1, 1])
+    run.close()
 
 
 def test_positions_that_the_corpus_needs_and_a_model_lacks_are_counted():

@@ -18,12 +18,12 @@ from lengthwise.models.hf_values import MAX_SIZE
 PRICED_ONLY = "generic"
 """The family of models that are priced and not trained."""
 _NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_size": ("head_dim",),
-    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_inner", "dff"),
     "vocab_size": ("vocab_size",),
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
@@ -41,6 +41,9 @@ _NAMES = {
 _TEXT = ("text_config", "llm_config", "language_config")
 _TIED = ("gemma", "gpt2", "gpt_bigcode", "falcon", "bloom", "opt", "mpt", "starcoder2", "cohere", "bert", "roberta")
 """Beginnings of model types whose embedding and head are one matrix unless their file says otherwise."""
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ff_activation", "activation")
+_UNGATED = frozenset({"bloom", "falcon", "RefinedWeb", "RefinedWebModel", "ctrl"})
+"""Model types whose feed-forward has no gate, though their file may name no activation."""
 _NO_BIASES = (
     "llama",
     "mistral",
@@ -165,11 +168,9 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
     hidden_size, num_layers, num_heads = map(fields.needed, ("hidden_size", "num_layers", "num_heads"))
     one_kv_head = values.get("multi_query") is True and not values.get("new_decoder_architecture")
     family = str(values.get("model_type", ""))
-    activation = next(
-        (values[name] for name in ("hidden_act", "hidden_activation", "activation_function", "activation")
-         if values.get(name)), "silu",
-    )  # fmt: skip
-    is_gated = family.startswith("gemma") or not str(activation).startswith(("gelu", "relu", "quick_gelu"))
+    activation = next((values[name] for name in _ACTIVATIONS if values.get(name)), "silu")
+    is_ungated = family in _UNGATED or str(activation).startswith(("gelu", "relu", "quick_gelu"))
+    is_gated = family.startswith("gemma") or not is_ungated
     dense_size = fields.size("dense_size") or _dense_size(fields, hidden_size, is_gated=is_gated)
     ffn_size, stored_ffn_size, experts = _ffn_columns(fields, dense_size, num_layers)
     window, num_window_layers = _windows(fields, family, num_layers)

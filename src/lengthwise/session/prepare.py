@@ -159,6 +159,12 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     return run
 
 
+WITHOUT_LABELS = (
+    "say objective='next-token' to learn the token that follows", "give items labels, which are used as they are"
+)  # fmt: skip
+"""What users of ``prepare`` can do whose model needs labels that the corpus has not; the last helps ever."""
+
+
 def read_corpus(
     model: nn.Module, corpus: Any, chosen: PrepareOptions, world: DistContext
 ) -> tuple[PrepareOptions, str, RunSequences]:
@@ -177,10 +183,12 @@ def learn_model(
     objective: str,
     *,
     memory_bytes: float,
+    without_labels: tuple[str, ...] = WITHOUT_LABELS,
 ) -> tuple[PreparedModel, PrepareOptions]:
     """Move the model, or this rank's share of it, to its device, trace it and compare it with itself.
 
-    ``memory_bytes``: what a device has. Also returns the options that are left it.
+    ``memory_bytes``: what a device has; ``without_labels``: what is advised where items have no labels and a model
+    needs them. Also returns the options that are left it.
     """
     chosen = with_weight_placement(model, chosen, world, memory_bytes)
     if chosen.weights != "by-layer":
@@ -190,27 +198,27 @@ def learn_model(
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
         chosen = with_pack_limit(prepared, chosen)
-        _check_labels_are_meant(prepared, chosen, sequences)
+        check_labels_are_meant(prepared, chosen, sequences, without_labels)
     except BaseException:
         prepared.close()
         raise
     return prepared, chosen
 
 
-def _check_labels_are_meant(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> None:
+def check_labels_are_meant(
+    prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences, ways_out: tuple[str, ...]
+) -> None:
     """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
     if not prepared.wrapped_model.labels.shifts and sequences.has_loss_mask:
         raise InputError(
             f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
-            "place, and the index says of each token whether the one before it learns to predict it; give items with "
-            "labels, which are used as they are"
+            "place, and the index says of each token whether the one before it learns to predict it; " + ways_out[-1]
         )
     if prepared.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
         return
     raise InputError(
         f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
-        "place, and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give "
-        "items labels, which are used as they are"
+        f"place, and the corpus has no labels; {', or '.join(ways_out)}"
     )
 
 

@@ -36,6 +36,11 @@ from lengthwise.session.stage_limit import head_layers, most_stages, telling_why
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights, shared_gradients
 
+WITHOUT_LABELS = (
+    "a configuration trains models of next tokens or of hidden tokens, whose labels are the tokens of its index: train "
+    "this one with lengthwise.prepare, whose items have labels of their own",
+)
+
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
     """The parts of a run of a model that transformers computes, traced, checked and measured on its ranks.
@@ -53,7 +58,9 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
         chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
         validated = None if inputs.validation is None else _read_more(model, inputs.validation, chosen)
         memory_bytes = inputs.cluster.device.memory_bytes
-        prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
+        prepared, chosen = learn_model(
+            model, chosen, world, sequences, objective, memory_bytes=memory_bytes, without_labels=WITHOUT_LABELS
+        )
         if prepared.wrapped_model.by_sequence is not None and (config.plan.degree or 1) > 1:
             raise InputError(
                 f"plan.degree={config.plan.degree}: {stock.architecture} is computed sequence by sequence, each on one "

@@ -168,8 +168,9 @@ def test_encoders_with_decoders_are_refused():
     from transformers import T5Config, T5ForConditionalGeneration
 
     small = {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": VOCAB}
-    with pytest.raises(InputError, match="an encoder with a decoder"):
-        WrappedModel(T5ForConditionalGeneration(T5Config(**small)), layers="decoder.block")
+    for layers in (None, "decoder.block"):  # and not by the two lists that it has
+        with pytest.raises(InputError, match="an encoder with a decoder"):
+            WrappedModel(T5ForConditionalGeneration(T5Config(**small)), layers=layers)
 
 
 def test_a_batch_of_rows_is_refused():

@@ -10,7 +10,7 @@ slices, every stage computes the slices of the pack in order, and their backward
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import CheckError, InputError, Setting
+from lengthwise.core.errors import CheckError, InputError, Setting, first_line
 from lengthwise.runtime.loop.planned_pipelines import weights_of_layers
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied, whole_shard
@@ -86,7 +86,8 @@ def _compare(
     tolerance: Tolerance,
 ) -> None:
     last = ForwardValues()
-    in_stages = _gradients_in_stages(run, stage_layers, splits, cuts, last)
+    with _failures_explained(run, stage_layers):
+        in_stages = _gradients_in_stages(run, stage_layers, splits, cuts, last)
     worst = worst_difference(run, in_stages, expected, tolerance)
     if worst.ratio > 1.0 and (splits or len(cuts) > 1):
         unlike = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)
@@ -110,6 +111,22 @@ def _compare(
         )
     if len(cuts) == 1:
         check_last_stage(run.model, last, whole, tolerance.relative)
+
+
+@contextmanager
+def _failures_explained(run: PreparedModel, stage_layers: Sequence[int]) -> Iterator[None]:
+    """Within, what a model's code raises becomes a ``CheckError`` with the reason: in one stage it had just computed.
+
+    A later stage does not compute the layers before it, which may leave more than hidden states, such as shared keys.
+    """
+    try:
+        yield
+    except (LookupError, AttributeError, TypeError) as error:
+        raise CheckError(
+            f"{type(run.model).__name__} fails where plans compute it otherwise than its user, in stages of "
+            f"{list(stage_layers)} layers ({type(error).__name__}: {first_line(error)}), as it does not in one, so "
+            f"more than hidden states passes between its layers; plan with one stage ({Setting.MAX_STAGES}=1)"
+        ) from error
 
 
 def _gradients_in_stages(

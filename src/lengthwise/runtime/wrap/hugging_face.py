@@ -59,8 +59,8 @@ def attention(
         refused.append(f"attention sinks of shape {tuple(sinks.shape)}")
     if refused:
         raise InputError(
-            f"{name} asks for {' and '.join(dict.fromkeys(refused))}, which cannot be honoured on packs; train this "
-            "model without lengthwise.prepare, or switch that off in its config"
+            f"{name} asks for {' and '.join(dict.fromkeys(refused))}, which cannot be honoured on packs; switch "
+            "that off in its config, or have it computed sequence by sequence (packing='never')"
         )
     if len(query) != 1:
         raise InputError(f"{name} got a batch of {len(query)}; a pack is one row: give the forward micro_batch.inputs")
@@ -148,11 +148,6 @@ class AttentionSwitch:
         register()
         self._model: Any = model
         name = type(model).__name__
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise InputError(
-                f"{name} is an encoder with a decoder, which attends from one sequence to another; only self-attention "
-                "can be prepared"
-            )
         if getattr(model.config, "attention_type", None) == "block_sparse":
             raise InputError(
                 f"{name} attends to blocks of keys, drawn at random, where a sequence is long; set attention_type="

@@ -39,15 +39,6 @@ class ModelStructure:
         """Whether attention goes through the registry of transformers."""
         return hasattr(self.model, "set_attn_implementation") and hasattr(self.model, "config")
 
-    def hugging_face_models(self) -> list[nn.Module]:
-        """The outermost modules whose attention goes through the registry of transformers; maybe the model itself."""
-        models: dict[str, nn.Module] = {}
-        for name, module in self.model.named_modules():
-            inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
-            if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
-                models[name] = module
-        return list(models.values())
-
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, each once."""
@@ -146,8 +137,10 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
     own. ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
 
     Raises:
-        InputError: there is none, or several are as long.
+        InputError: there is none, or several are as long; or first of all, the model is an encoder with a decoder.
     """
+    if not of_any_class:
+        _check_no_decoder(*hugging_face_models(model))
     if layers is not None:
         named = {**_containers(model, nn.ModuleList), **_containers(model, nn.Sequential)}
         if layers not in named:
@@ -163,10 +156,38 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
         )
     longest = max(len(modules) for modules in outer.values())
     longest_names = _nearest_to_tokens(model, [name for name, modules in outer.items() if len(modules) == longest])
+    if len(longest_names) > 1 and not of_any_class and (around := _list_around(model, longest_names)):
+        return ModelStructure(model=model, layers_name=around, layers=_containers(model, nn.ModuleList)[around])
     if len(longest_names) > 1 and not of_any_class:
         listed = " and ".join(longest_names)
         raise InputError(f"{listed} have {longest} layers each; say which: prepare(..., layers={longest_names[0]!r})")
     return ModelStructure(model=model, layers_name=longest_names[-1], layers=outer[longest_names[-1]])
+
+
+def _check_no_decoder(*parts: nn.Module) -> None:
+    """Raise ``InputError`` if one of some models of transformers is an encoder with a decoder."""
+    for part in parts:
+        if getattr(getattr(part, "config", None), "is_encoder_decoder", False):
+            raise InputError(
+                f"{type(part).__name__} is an encoder with a decoder, which attends from one sequence to another; only "
+                "self-attention can be computed in packs"
+            )
+
+
+def hugging_face_models(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules whose attention goes through the registry of transformers; maybe the model itself."""
+    models: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
+        if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
+            models[name] = module
+    return list(models.values())
+
+
+def _list_around(model: nn.Module, names: list[str]) -> str | None:
+    """The outermost list that several lists are all parts of, such as adapters of layers of several classes."""
+    lists = _containers(model, nn.ModuleList)
+    return next((outer for outer in lists if all(name.startswith(f"{outer}.") for name in names)), None)
 
 
 def _candidates(model: nn.Module, *, of_any_class: bool) -> dict[str, Layers]:

@@ -43,7 +43,7 @@ from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
 from lengthwise.runtime.wrap.split_products import splitting
 from lengthwise.runtime.wrap.stage_pass import StageEndError
-from lengthwise.runtime.wrap.structure import find_structure
+from lengthwise.runtime.wrap.structure import find_structure, hugging_face_models
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
@@ -85,7 +85,7 @@ class WrappedModel:
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
         """
-        self.model, self.objective = model, objective
+        self.model, self.objective, parts = model, objective, hugging_face_models(model)
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
@@ -96,7 +96,6 @@ class WrappedModel:
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
         """The units of parameters that each position of the forward uses, once they were observed."""
-        parts = self.structure.hugging_face_models()
         self.checkpointing = OwnCheckpointing(model, *parts)
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
