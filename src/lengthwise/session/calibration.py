@@ -65,7 +65,7 @@ def find_cost(
         say(f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}")
         say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")
         say(f"  costs {origin} {path}")
-        say(f"  curves of the two layers: {cost.error}")
+        say(f"  curves of two layers of it:\n  {cost.error}")
     if not was_kept and options.check and run.gather is None:
         _check(run, cost, longest=lengths.max_length, shown=shown)
     return cost
@@ -125,6 +125,8 @@ def with_rows(
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
     """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
     num_layers = cost.table.num_layers
+    if shown:
+        say("  micro-batches of all its layers:")
     for degree, method in cost.fits:
         predict, slot = partial(cost.predict, method=method), run.collator.slot_tokens
         shorter = [number * slot for number in run.collator.compared_lengths] or [longest >> n for n in range(1, 40)]
@@ -135,7 +137,7 @@ def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool
             run, predict, packs=[pack], degrees=[degree], method=method, recomputed=[0, num_layers], repeats=3
         ):
             if shown:
-                say(f"  whole model: {accuracy}")
+                say(f"  {accuracy}")
 
 
 def say(words: str) -> None:
