@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 
 import lengthwise as lw
+from lengthwise.core.errors import InputError
 from tests.session.loops import train_video
 from tests.session.models import VOCAB, Block
-from tests.session.structure_runs import OPTIONS
-from tests.session.structures import WIDTH, Plain
+from tests.session.structure_runs import OPTIONS, plan_of
+from tests.session.structures import LAYERS, WIDTH, Plain
 
 LONGEST = 60
 CAPACITY = 150
@@ -155,3 +157,12 @@ def test_what_is_drawn_by_sequence_is_no_difference():
     run.close()
     frames = {"steps": 1, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "static", "verbose": False}
     train_video({**frames, "cost": OPTIONS["cost"], "memory_gib": 1000, "packing": "always"})
+
+
+def test_a_plan_of_a_loop_whose_packs_are_too_large_is_refused():
+    model = made(Experts)
+    run = lw.prepare(model, corpus(), steps=1, **{**OPTIONS, "sequences_per_step": 31})
+    run.planner = partial(plan_of, "alone", LAYERS, 1, True)
+    with pytest.raises(InputError, match=rf"pipelines\[0\] has a pack of \d+ tokens, and .* at most {LONGEST}"):
+        next(run.steps())
+    run.close()

@@ -13,7 +13,7 @@ def must_count_targets(prepared: PreparedModel) -> bool:
 
     Every rank calls this, and has the same answer.
     """
-    if prepared.collator.labels is None:
+    if not prepared.collator.may_leave_out:
         return False
     of_ranks = gather_json(prepared.world, sorted(prepared.wrapped_model.gradient_changes))
     changes = [change for of_rank in of_ranks for change in of_rank]

@@ -14,7 +14,7 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus
 from lengthwise.models.stock_model import StockModel
 from lengthwise.plan.planner import Planner
-from lengthwise.runtime.loop.planned_pipelines import check_executable
+from lengthwise.runtime.loop.planned_pipelines import check_executable, check_pack_sizes
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
@@ -131,6 +131,7 @@ class _Planning:
                 stage_problem=self._prepared.stage_problem, split_problem=self._prepared.split_problem,
                 slice_problem=slice_problem(self._prepared),
             )  # fmt: skip
+            check_pack_sizes(plan, self._prepared.wrapped_model.max_tokens(self._prepared.collator))
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:

@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.loss_backward import LossTerm
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
+from lengthwise.runtime.wrap.made_labels import targets_of_loss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.sequence_sums import check_is_whole
 
@@ -42,7 +43,8 @@ class Weighing:
         Raises:
             InputError: a number that the weights need is not known yet, or ``mean_over`` is no such word.
         """
-        totals, count, terms = self.totals, micro_batch.num_targets, list[LossTerm]()
+        totals, terms = self.totals, list[LossTerm]()
+        count = targets_of_loss(micro_batch, loss, is_checked=mean_over is None)
         self._note(micro_batch, mean_over)
         self.num_targets += count
         if mean_over in (None, "targets"):

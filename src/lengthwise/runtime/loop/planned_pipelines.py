@@ -176,6 +176,21 @@ def check_executable(
             )
 
 
+def check_pack_sizes(plan: StepPlan, max_tokens: int | None) -> None:
+    """Raise ``InputError`` if a pack has more than ``max_tokens`` tokens; None: any number.
+
+    Larger ones were not compared with the stock model, or were, and are computed otherwise than small ones.
+    """
+    for number, pipeline in enumerate(plan.pipelines):
+        largest = max((planned.pack.num_tokens for planned in pipeline.micro_batches), default=0)
+        if max_tokens is not None and largest > max_tokens:
+            raise InputError(
+                f"plan for step {plan.step}: pipelines[{number}] has a pack of {largest:,} tokens, and packs of this "
+                f"run have at most {max_tokens:,}: what {Setting.MAX_TOKENS} says, or as many as the longest sequence "
+                "has, where larger ones are computed otherwise than small ones; put fewer sequences into a pack"
+            )
+
+
 def _check_slices(pipeline: Pipeline, where: str, slice_problem: str) -> None:
     """Raise ``InputError`` unless a third-party model can be computed in the slices of a pipeline."""
     sizes = [part.num_tokens for planned in pipeline.micro_batches for part in planned.slices]

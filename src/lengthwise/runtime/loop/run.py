@@ -27,10 +27,9 @@ from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
 from lengthwise.runtime.loop.loop_ledger import LoopLedger
 from lengthwise.runtime.loop.pending_batch import PendingBatch
 from lengthwise.runtime.loop.planned_ahead import Gather, PlannedAhead, present_planner
-from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
+from lengthwise.runtime.loop.planned_pipelines import rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
-from lengthwise.runtime.loop.slice_limits import slice_problem
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
@@ -387,12 +386,7 @@ class Run(WatchedModel):
         """
         unchecked = "" if self.check_stages is not None else "its stages were not compared with the whole model"
         unchecked = unchecked if self.coupling is None else "coupled_loss= couples its micro-batches"
-        model, can_recompute = self.wrapped_model, self.can_recompute
-        check_executable(
-            plan, model.structure.num_layers, self.world.size, stage_problem=self.stage_problem or unchecked,
-            has_tiles=bool(model.tiles), can_recompute=can_recompute, keeps_attention=model.layers.may_keep_attention,
-            split_problem=self.split_problem, slice_problem=slice_problem(self, is_coupled=self.coupling is not None),
-        )  # fmt: skip
+        self.check_plan(plan, stage_problem=self.stage_problem or unchecked, is_coupled=self.coupling is not None)
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         self._checked_stages.compare(plan, self.check_stages)
         if self.gather is not None:

@@ -62,7 +62,7 @@ class Step:
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
         self._position = -1
-        is_counted = run.collator.labels is not None and run.counts_targets
+        is_counted = run.collator.may_leave_out and run.counts_targets
         counted = count_targets(self.number, self._own, run) if is_counted else None
         self._totals = column_totals(self._own, run)
         self._weighing = Weighing(LossTotals.of(plan, run.collator, targets=counted), run.world.device)

@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch, make_shard
 from lengthwise.runtime.loop.run_state import RunState
+from lengthwise.runtime.wrap.context import active
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def count_targets(step: int, own: Sequence[LoopMicroBatch], run: RunState) -> in
     count = 0
     for micro_batch in _counted(own, run.world.rank):
         shard = make_shard(run, step, micro_batch.pipeline, micro_batch.planned, is_alone=True)
-        count += run.make(shard, micro_batch.planned.pack).num_targets
+        with active(shard):
+            count += run.wrapped_model.targets_of(run.make(shard, micro_batch.planned.pack))
     return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
 
 

@@ -3,6 +3,7 @@
 import logging
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankReports
@@ -10,7 +11,9 @@ from lengthwise.runtime.loop.foreign_optimizers import ForeignOptimizers
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.loop_gradients import LoopGradients
 from lengthwise.runtime.loop.manual_changes import inspect_weights
+from lengthwise.runtime.loop.planned_pipelines import check_executable, check_pack_sizes
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.slice_limits import slice_problem
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -41,6 +44,20 @@ class WatchedModel(PreparedModel):
         """Why the step comes again."""
         self.num_recompiles = 0
         """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
+
+    def check_plan(self, plan: StepPlan, *, stage_problem: str, is_coupled: bool) -> None:
+        """Raise ``InputError`` unless a plan suits the model and the ranks; they all have the same plan.
+
+        ``stage_problem``: why the model cannot be cut into stages; ``is_coupled``: whether a loss couples sequences.
+        """
+        model = self.wrapped_model
+        check_executable(
+            plan, model.structure.num_layers, self.world.size, stage_problem=stage_problem,
+            has_tiles=bool(model.tiles), can_recompute=self.can_recompute,
+            keeps_attention=model.layers.may_keep_attention, split_problem=self.split_problem,
+            slice_problem=slice_problem(self, is_coupled=is_coupled),
+        )  # fmt: skip
+        check_pack_sizes(plan, model.max_tokens(self.collator))
 
     def _release(self, *, is_together: bool | None = None) -> None:
         self.foreign_optimizers.close()

@@ -39,6 +39,8 @@ class PackCollator:
     with other objectives each token predicts its own label."""
     shifts_labels: bool = True
     """Whether, with next tokens, the token before it predicts a label; False: its own token does, as in the model."""
+    makes_labels: bool = False
+    """Whether ``inputs=`` makes labels, which may have other targets than are counted here."""
     passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
     """Further arguments of the forward by name, one value for each token of a sequence."""
     loss_columns: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
@@ -98,6 +100,11 @@ class PackCollator:
     def repeated_tokens(self) -> int:
         """Tokens that the step computes more than once, because several parts of a unit begin with them."""
         return 0 if self.units is None else self.units.repeated_tokens
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether labels may leave out targets that lengths count."""
+        return self.labels is not None or self.makes_labels
 
     @property
     def has_all_targets(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
+from lengthwise.runtime.wrap.made_labels import MadeLabels
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 _EMBEDDED = "inputs_embeds"
@@ -30,9 +31,19 @@ class CompletedCall:
     num_targets: int | None = None
     """The number of targets where it is not the micro-batch's, so that the step does not know the loss' weight."""
 
+    num_made_targets: int | None = None
+    """The number of targets of labels that ``inputs=`` makes, which weighs the loss; None: the micro-batch's."""
+
     def weighed_by_micro_batch(self) -> "CompletedCall":
         """Return the same call, whose loss is made elsewhere or has no weight."""
         return replace(self, num_targets=None)
+
+    def weighed_by_labels(self, made: MadeLabels, micro_batch: MicroBatch) -> "CompletedCall":
+        """Return the same call, whose loss is weighted by the targets of labels that ``inputs=`` makes."""
+        count = made.count(self.kwargs, micro_batch)
+        if made.is_mean:
+            return replace(self, num_targets=None, num_made_targets=count)
+        return replace(self, num_targets=None if count == micro_batch.num_targets else count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +136,7 @@ class CallCompletion:
         if shifted is not None:
             return self._shifted(labels, shifted, micro_batch, inputs)
         if not isinstance(labels, Tensor) or not isinstance(expected, Tensor) or labels.shape != expected.shape:
-            return {}, None
+            return {}, _other_number(labels, micro_batch, micro_batch.ignore_index if use.is_module else IGNORE)
         if use.has_two_forms and any(_is_same(labels, other, micro_batch) for other in _forms(micro_batch)):
             return {name: expected} | ({_SHIFTED: expected} if _SHIFTED in inputs else {}), None
         if use.crosses_ends:
@@ -193,7 +204,7 @@ def _is_same(labels: Any, others: Any, micro_batch: MicroBatch | None = None) ->
     return bool(is_equal.all())
 
 
-def _other_number(labels: Tensor, micro_batch: MicroBatch, ignored: int) -> int | None:
+def _other_number(labels: Any, micro_batch: MicroBatch, ignored: int) -> int | None:
     """The number of targets of labels of a user's own, unless it is the micro-batch's."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None

@@ -86,6 +86,8 @@ class ForwardPass:
     """The loss that the forward stands for; None for a frozen model."""
     num_other_targets: int | None = None
     """The number of targets of the labels that the loop gave it, where that is not the micro-batch's."""
+    num_made_targets: int | None = None
+    """The number of this rank's targets in labels that ``inputs=`` makes; None: they are the micro-batch's."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
     """The outputs at which a backward without a loss begins, and zeros of their shapes."""
 

@@ -81,6 +81,8 @@ class ForwardInputs:
         use = self._label_use(inputs)
         fills = POSITIONS if self._make is not None else tuple(inputs)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
+        if not is_frozen and (made := self._convention().made) is not None:
+            return call.weighed_by_labels(made, micro_batch)
         return call.weighed_by_micro_batch() if is_frozen or self._has_own_loss else call
 
     def _made_by_user(self, micro_batch: MicroBatch, make: MakeInputs) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.wrap.made_labels import MadeLabels
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 
@@ -29,6 +30,8 @@ class LabelConvention:
     """Whether it takes labels that are shifted already."""
     is_in_module: bool = False
     """Whether it is a user's own module that shifts labels, where others are given the token after each token."""
+    made: MadeLabels | None = None
+    """How the loss uses labels that ``inputs=`` makes; None: it makes none, or they make no difference."""
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class LossTotals:
     def of(cls, plan: StepPlan, collator: PackCollator, *, targets: int | None) -> "LossTotals":
         """Compute the totals of a planned step; ``targets``: their counted number, None: as lengths say."""
         planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
-        packs, is_exact = [collator.computed(pack) for pack in planned], collator.labels is None
+        packs, is_exact = [collator.computed(pack) for pack in planned], not collator.may_leave_out
         if targets is None and collator.units is not None and is_exact:  # members have other targets than their sum
             targets = sum(num_targets(pack.lengths, objective=collator.objective) for pack in packs)
         lengths = [length for pack in packs for length in collator.lengths(pack)]

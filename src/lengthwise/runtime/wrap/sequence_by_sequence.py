@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from lengthwise.runtime.wrap.counter_rng import mix_word
+from lengthwise.runtime.wrap.made_labels import MadeLabels
 from lengthwise.runtime.wrap.unusable import Unusable
 
 Shapes = dict[str, tuple[int, ...]]
@@ -41,9 +42,17 @@ class SequenceBySequence:
     """Calls a model's forward on the sequences of a micro-batch, one after the other."""
 
     def __init__(
-        self, forward: Callable[..., Any], model_name: str, make: Callable[..., dict[str, Any]] | None = None
+        self,
+        forward: Callable[..., Any],
+        model_name: str,
+        make: Callable[..., dict[str, Any]] | None = None,
+        *,
+        made_labels: Callable[[], MadeLabels | None] = lambda: None,
     ) -> None:
-        """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none."""
+        """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none;
+        ``made_labels``: how the loss uses labels among them.
+        """
+        self._made_labels = made_labels
         self._forward, self._name, self._make = forward, model_name, make
         self._parameters = list(signature(forward).parameters)
         self._input_axes: dict[str, int | None] = {}
@@ -59,7 +68,7 @@ class SequenceBySequence:
     def __call__(self, shard: PackShard, args: Any, kwargs: Any) -> Any:
         """Compute the forward's output for the whole micro-batch."""
         arguments, shard.preserves_rng = _leaves((args, kwargs)), True
-        outputs, spans, counts = list[Any](), [], []
+        outputs, spans, counts, made_counts = list[Any](), [], [], []
         made = self._made(shard, dict(zip(self._parameters, args)) | kwargs)
         padded = (*shard.ids, *[-1] * (len(shard.cu_seqlens) - 1 - len(shard.ids)))
         for sequence, span, num_targets in zip(padded, pairwise(shard.cu_seqlens), shard.num_targets()):
@@ -75,8 +84,10 @@ class SequenceBySequence:
                 outputs.append(self._forward(*some_args, **some_kwargs))
             spans.append(span)
             counts.append(num_targets)
+            made_counts.append(self._made_count(dict(zip(self._parameters, some_args)) | some_kwargs))
         if not outputs:
             raise InputError(f"a micro-batch of {self._name} has no sequence")
+        counts = self._weights(shard, counts, made_counts)
         if len(outputs) == 1 and shard.num_slots == spans[0][1] - spans[0][0]:
             self._seen = [*self._seen[-1:], (_shapes(arguments), _shapes(_leaves(outputs[0])))]
             return outputs[0]
@@ -110,6 +121,22 @@ class SequenceBySequence:
                     "and draw random numbers with micro_batch.normal or micro_batch.uniform_of_sequences"
                 )
         return [{name: inputs[name] for name in same & inputs.keys()} for inputs in of_sequences]
+
+    def _made_count(self, arguments: dict[str, Any]) -> int | None:
+        """The number of targets of labels that ``make`` made for a sequence; None: it made none."""
+        made = self._made_labels()
+        return None if made is None else made.count_in_sequence(arguments)
+
+    def _weights(self, shard: PackShard, planned: list[int], made_counts: list[int | None]) -> list[int]:
+        """The targets that the losses of sequences are weighted by; notes what weighs the loss of all of them."""
+        counts = [count if made is None else made for count, made in zip(planned, made_counts)]
+        if (made := self._made_labels()) is None or not shard.passes:
+            return planned
+        if made.is_mean:
+            shard.passes[-1].num_made_targets = sum(counts)
+            return counts
+        shard.passes[-1].num_other_targets = None if counts == planned else sum(counts)
+        return planned
 
     def _is_by_slot(self, value: Any, num_slots: int) -> bool:
         """Whether every tensor of an argument has an axis of slots."""

@@ -14,6 +14,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
 from lengthwise.runtime.wrap.completed_calls import CompletedCall
 from lengthwise.runtime.wrap.custom_masks import MaskTables
@@ -103,7 +104,7 @@ class WrappedModel:
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
         self._balancing, self._dense, self._caches = BalancingLosses(model), DenseEmbeddings(model), OwnCaches(*parts)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
-        self.by_sequence = SequenceBySequence(self._forward, type(model).__name__, inputs) if by_sequence else None
+        self.by_sequence = self._by_sequence() if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.compiled = CompiledModules.of(self.structure, compile_backend, self._modes)
         self.layers = HookedLayers(self.structure.layers, context=context, is_plain=lambda: self._plain > 0)
@@ -119,6 +120,22 @@ class WrappedModel:
         for switch in self._switches:
             switch.on()
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
+
+    def max_tokens(self, collator: PackCollator) -> int | None:
+        """Tokens of a pack that it can be given, whose slots are as ``collator`` has them; None: any number."""
+        return None if self.most_slots is None else self.most_slots * collator.slot_tokens
+
+    def _by_sequence(self) -> SequenceBySequence:
+        return SequenceBySequence(
+            self._forward, type(self.model).__name__, self.make_inputs, made_labels=lambda: self.labels.made
+        )
+
+    def targets_of(self, micro_batch: MicroBatch) -> int:
+        """The number of targets of a micro-batch: of the labels that ``inputs=`` makes for it, or as it is planned."""
+        made = self.labels.made
+        if made is None or not made.is_mean:
+            return micro_batch.num_targets
+        return made.count_made(micro_batch, by_sequence=self.by_sequence is not None)
 
     def _copied(self, memo: Memo) -> None:
         """Restore the attention of a copy of the model."""
@@ -294,7 +311,10 @@ class WrappedModel:
         script = shard.script or self.script
         if not torch.is_grad_enabled():
             script = ExchangeScript(calls=script.calls)  # no backward
-        forward = shards.ForwardPass(script=script, begun=shard.num_exchanges, num_other_targets=call.num_targets)
+        forward = shards.ForwardPass(
+            script=script, begun=shard.num_exchanges, num_other_targets=call.num_targets,
+            num_made_targets=call.num_made_targets,
+        )  # fmt: skip
         shard.passes.append(forward)
         shard.around_second_forward = self.checkpointing.left_out
         try:
