@@ -106,7 +106,7 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
         with wrapped_model.plain():
             again = _slots(_output(run, wrapped_model, _pack(run, 0)), lengths[0])
     if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[0])):
-        raise CheckError(state.described())
+        raise state.error()
     raise CheckError(
         f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "
         "tokens meet elsewhere than in attention. Call it on whole sequences before the run, and keep what it "

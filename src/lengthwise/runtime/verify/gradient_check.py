@@ -28,17 +28,19 @@ from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
+from lengthwise.runtime.verify.sequence_order import StateWatch
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
     gradients_alone,
     gradients_in_pack,
     parameter_names,
 )
+from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
-from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled
+from lengthwise.runtime.verify.zero_weights import Fill, of_stock, with_zeros_filled
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.refused_draws import random_states
-from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
+from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls, StateError
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")
@@ -112,10 +114,28 @@ def check_exact(
     settings = [replace(s, head_groups=head_groups, lengths=within(most_slots, s.lengths)) for s in settings]
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
-        with short_tiles(run.wrapped_model.tiles):
-            _compare(run, settings, tolerance, fill, on_progress)
+        state = StateBetweenCalls(run.model)
+        try:
+            with short_tiles(run.wrapped_model.tiles):
+                _compare(run, settings, tolerance, fill, on_progress)
+        except StateError as error:
+            raise error if error.is_named else state.error() from None
+        finally:
+            watch.note(state)
 
-    compare_precisely(run, compare)
+    watch = StateWatch()
+    if run.wrapped_model.by_sequence is not None:
+        check_loss_is_no_sum(run)
+    slots = [length for setting in settings if setting.gradients for length in setting.lengths]
+    check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)), compare_precisely)
+    try:
+        compare_precisely(run, compare)
+    except StateError:
+        raise
+    except CheckError:
+        check_order()  # which is the reason then
+        raise
+    check_order()
 
 
 def compare_precisely(run: PreparedModel, compare: Callable[[Tolerance, Fill], None]) -> None:
@@ -168,7 +188,7 @@ def _compare(
         with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key != alone_of:  # settings of one key follow one another
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
-                stock = partial(finite, stock, fill)
+                stock = partial(of_stock, run, stock, fill)
                 alone, alone_of = on_every_rank(run, stock, what, is_stock=True), key
                 on_every_rank(run, partial(_check_buffers, run, before))
             shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
@@ -348,7 +368,7 @@ def _check_called_again(
         run, partial(gradients_alone, run, setting.lengths, gradients=setting.gradients), str(setting), is_stock=True
     )
     if not _is_within(run, worst_difference(run, again, alone, tolerance).ratio):
-        raise CheckError(state.described())
+        raise state.error()
 
 
 def worst_difference(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:

@@ -25,7 +25,7 @@ def scratch_state(
     machinery of their own, attributes are the objects they were.
     """
     training = [(module, module.training) for module in model.modules()]
-    attributes_of_modules = [(module, _attributes_of(module)) for module in model.modules() if attributes]
+    attributes_of_modules = [(part, _attributes_of(part)) for part in _with_configs(model) if attributes]
     trained = {id(parameter) for parameter in model.parameters()}
     swapped: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for tensor in {id(tensor): tensor for tensor in constants}.values():
@@ -55,15 +55,22 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
 
 
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, with copies of the dictionaries and lists among them."""
+def _with_configs(model: nn.Module) -> list[Any]:
+    """The modules of a model, and their configs, which a forward may change as well."""
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := vars(module).get("config")) is not None}
+    return [*modules, *(config for config in configs.values() if hasattr(config, "__dict__"))]
+
+
+def _attributes_of(module: Any) -> dict[str, Any]:
+    """The attributes of a module or a config, with copies of the dictionaries and lists among them."""
     return {
         name: (value, value.copy() if type(value) in (dict, list) or name in _KEPT else None)
         for name, value in vars(module).items()
     }
 
 
-def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _restore(module: Any, attributes: dict[str, Any]) -> None:
     now = vars(module)
     for name in set(now) - set(attributes):
         del now[name]

@@ -38,6 +38,7 @@ from lengthwise.runtime.verify.verdict import on_every_rank
 from lengthwise.runtime.verify.zero_weights import Fill, finite
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.loss_backward import Roots
+from lengthwise.runtime.wrap.made_labels import targets_of_loss
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 Cuts = tuple[range | None, ...]
@@ -221,7 +222,7 @@ def _forwards(
                 raise torch.OutOfMemoryError("the model's forward ran out of memory")
             result = stage.output
             if stage.is_last:
-                count = micro_batch.num_targets
+                count = targets_of_loss(micro_batch)
                 result = run.wrapped_model.loss_of(output, micro_batch) * count if count else torch.zeros(())
         assert result is not None, "the forward ended after the stage"
         roots = tuple(root for forward in shard.passes for root in forward.roots)

@@ -6,6 +6,7 @@ and the gradient of every trained parameter.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.gradient_changes import ObserveGradientChanges
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
+from lengthwise.runtime.wrap.made_labels import targets_of_loss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
 from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
@@ -35,6 +37,8 @@ class GradientResult:
     """None on a rank that computed nothing."""
     gradients: list[Tensor]
     """One for each trained parameter, or this rank's share of each; with FSDP2 a single one for all of them."""
+    without_number: tuple[int, ...] = ()
+    """Slots of the sequences whose loss, by itself, is not finite."""
 
 
 def parameter_names(run: PreparedModel) -> list[str]:
@@ -72,18 +76,18 @@ def stock_output(run: PreparedModel, lengths: tuple[int, ...], sequence: int) ->
 def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
     """The mean loss of one sequence and the number of its targets; no loss where it has none."""
     output, micro_batch = stock_output(run, lengths, sequence)
-    if not micro_batch.num_targets:
-        return None, 0
     with active(micro_batch.shard):
+        if not (num_targets := run.wrapped_model.targets_of(micro_batch)):
+            return None, 0
         loss = run.wrapped_model.loss_of(output, micro_batch)
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
-    return loss, micro_batch.num_targets
+    return loss, num_targets
 
 
 def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
     """Loss and gradients of the stock model, called on each sequence of ``lengths`` slots in turn."""
-    total, summed, is_summed = 0.0, None, is_summed_over_ranks(run)
+    total, summed, is_summed, without_number = 0.0, None, is_summed_over_ranks(run), list[int]()
     for sequence in range(len(lengths)):
         with run.gathered():
             with ObserveGradientChanges() as changes:
@@ -92,12 +96,14 @@ def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: 
                 continue
             run.wrapped_model.gradient_changes |= changes.of(loss)
             total += float(loss.detach().double()) * num_targets
+            if not isfinite(loss.detach()):
+                without_number.append(lengths[sequence])
             if gradients:
                 added = _gradients(run, loss, num_targets / (run.world.size if is_summed else 1))
                 summed = added if summed is None else [a + b for a, b in zip(summed, added)]
     if gradients and is_summed:
         summed = taken_gradients(run)
-    return GradientResult(loss=total, gradients=summed or [])
+    return GradientResult(loss=total, gradients=summed or [], without_number=tuple(without_number))
 
 
 def gradients_in_pack(
@@ -130,7 +136,7 @@ def gradients_in_pack(
                 output = run.model(**micro_batch.inputs)
                 if shard.has_failed:
                     raise torch.OutOfMemoryError("the model's forward ran out of memory")
-                loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
+                loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), targets_of_loss(micro_batch)
                 if run.wrapped_model.by_sequence is None:
                     check_not_bent(loss, model=type(run.model).__name__, micro_batch=micro_batch)
                 if num_targets:

@@ -15,6 +15,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import summed_loss, synthetic, traced_lengths
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
+from lengthwise.runtime.verify.learn_made_labels import learn_made_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
 from lengthwise.runtime.verify.zero_weights import Fill
@@ -39,8 +40,13 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
             elif run.wrapped_model.objective == NEXT_TOKEN:
                 tokens = torch.from_numpy(run.collator.source.tokens(0).astype(np.int64))
                 run.wrapped_model.labels = learn_labels(run, tokens.to(run.world.device))
+        conventions = run.wrapped_model.labels
+        if labels is None and (made := learn_made_labels(run)) is not None:
+            conventions = run.wrapped_model.labels = replace(conventions, made=made)
         run.collator = replace(
-            run.collator, shifts_labels=run.collator.shifts_labels and run.wrapped_model.labels.shifts
+            run.collator,
+            shifts_labels=run.collator.shifts_labels and conventions.shifts,
+            makes_labels=conventions.made is not None and conventions.made.is_mean,
         )
     with synthetic(run, lengths), noise_free(run), _rows_named(run):
         run.wrapped_model.learn([partial(_forward, run, 0), partial(_forward, run, 1)], lengths)

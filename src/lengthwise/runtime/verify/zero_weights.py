@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State, local_shard
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
@@ -60,7 +60,7 @@ def with_zeros_filled(run: PreparedModel, compare: Callable[[Fill], None]) -> No
 
 
 def finite(compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:
-    """What ``compute`` returns.
+    """What ``compute`` returns: loss and gradients.
 
     Raises:
         NotWithTheseWeights: it is not finite, or an error of the model's own, where weights were filled.
@@ -77,6 +77,26 @@ def finite(compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:
     if (result.loss is None or abs(result.loss) < float("inf")) and all(map(bool, are_finite)):
         return result
     raise NotWithTheseWeights("its loss or gradients are not finite")
+
+
+def of_stock(run: PreparedModel, compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:
+    """What ``compute`` returns: loss and gradients of the stock model, of single sequences.
+
+    Raises:
+        NotWithTheseWeights: it is not finite, or an error of the model's own, where weights were filled.
+        CheckError: the loss of a sequence is not finite with the model's own weights.
+    """
+    result = finite(compute, fill)
+    if not result.without_number:
+        return result
+    lengths = ", ".join(f"{length:,}" for length in dict.fromkeys(result.without_number))
+    is_users = run.wrapped_model.make_inputs is not None or run.wrapped_model.has_own_loss
+    makes = "inputs= or loss= make" if is_users else "it is given"
+    raise CheckError(
+        f"the loss of {type(run.model).__name__} is {result.loss} for sequences of {lengths} slots alone, called as "
+        f"before it was prepared, with the corpus's own tokens. What {makes} must suit sequences of every length, such "
+        "as places and labels within them: prepare compares it on some that it makes, whose numbers are 0, 1, ..."
+    )
 
 
 @contextmanager

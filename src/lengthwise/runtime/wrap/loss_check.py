@@ -79,13 +79,14 @@ class LossCheck:
             return
         limit = LOW_PRECISION if micro_batch.shard.dtype is not None else TOLERANCE.get(loss.dtype, LOW_PRECISION)
         actual = float(loss.detach())
-        if any(abs(actual - float(value)) <= limit * max(1e-12, abs(float(value))) for value in values):
+        expected = [float(value.detach()) for value in values]
+        if any(abs(actual - value) <= limit * max(1e-12, abs(value)) for value in expected):
             self._known.add(signature)
             self.needs_output = False
             return
         if micro_batch.num_targets == 0 or not torch.isfinite(loss.detach()):
             return  # a mean over nothing; or the update says what is wrong
-        checked = ", ".join(f"{float(value):.6g}" for value in values) or "none"
+        checked = ", ".join(f"{value:.6g}" for value in expected) or "none"
         raise CheckError(
             f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
             f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "

@@ -1,41 +1,182 @@
-"""Say what a model keeps whose forward gives something else when it is called again, such as a counter in Python."""
+"""Say what a model keeps between calls, whose forward then may give something else for the same inputs.
 
+Such as a counter in Python, or the word by which BigBird is in full attention for good from its first short sequence
+on. Most of what a forward keeps does no harm (tables of positions, the shape that was last seen), so what changed only
+says where to look: results decide.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from lengthwise.core.errors import CheckError
+
 FEW_NUMBERS = 1 << 12
 """A larger tensor is no counter and no running mean."""
+DEPTH = 3
+"""Containers and objects within one another that are looked into."""
+
+_WORDS = (str, bytes, bool, int, float, complex, Enum, type, type(None))
+_MACHINERY = frozenset({"training", "forward", "_parameters", "_buffers", "_modules", "_compiled_call_impl"})
+
+_SWITCHED = "_attn_implementation_internal"
+"""What a prepared model of transformers has another one of."""
+
+Values = dict[str, Any]
+"""What attributes have, by name: words and numbers, and else what tells that something was exchanged or written."""
+
+
+class StateError(CheckError):
+    """What a forward gives depends on the calls before it.
+
+    ``is_named``: whether the message says which attribute of the model has changed.
+    """
+
+    def __init__(self, message: str, *, is_named: bool = True) -> None:
+        super().__init__(message)
+        self.is_named = is_named
 
 
 class StateBetweenCalls:
-    """Numbers in the attributes of a model's modules, before it is called again with the same inputs."""
+    """The attributes of a model's modules and of their configs, before it is called."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, _numbers(model)
+        self._model, self._before = model, _values(model)
 
-    def described(self) -> str:
-        """Why results of the same inputs differ, in words, with the first number that has changed since."""
-        now = _numbers(self._model)
-        changed = [name for name, value in now.items() if name not in self._before or value != self._before[name]]
-        first = f", such as its attribute {changed[0]}" if changed else ""
+    def changed(self) -> list[str]:
+        """The attributes that forwards have changed since, words and numbers first."""
+        now, before = _values(self._model), self._before
+        names = [name for name in now if name not in before or not _is_same(before[name], now[name])]
+        return sorted(names, key=lambda name: _rank(before.get(name), now[name]))
+
+    def has_other_words(self) -> bool:
+        """Whether a word, a flag, a class or a module has changed since, by which forwards may be another thing."""
+        return any(_rank(self._before.get(name), value) == 0 for name, value in self._changes())
+
+    def error(self) -> StateError:
+        """Why a forward gives something else where it is called again with the same inputs."""
+        return StateError(self.described(), is_named=bool(self.changed()))
+
+    def described(self, again: str = "it is called again with the same inputs") -> str:
+        """Why results of the same inputs differ, in words, with the first attribute that has changed since.
+
+        ``again``: when they differ.
+        """
+        first, way_out = "", "set it in the loop, once for each step, and leave it as it is in the forward"
+        for name, value in self._changes()[:1]:
+            first = f", such as its attribute {name}"
+            leaf = name.rpartition(".")[2]
+            if isinstance(value, str):
+                first += f", which became {value!r}"
+                if isinstance(getattr(getattr(self._model, "config", None), leaf, None), str):
+                    way_out = f"make the model with config.{leaf}={value!r}, which it then keeps"
         return (
-            f"The forward of {type(self._model).__name__} gives something else when it is called again with the same "
-            f"inputs: it keeps state between calls{first}, which would differ between ranks and depend on how "
-            "sequences are packed; set it in the loop, once for each step, and leave it as it is in the forward"
+            f"The forward of {type(self._model).__name__} gives something else when {again}: it keeps state between "
+            f"calls{first}, which would differ between ranks and depend on how sequences are packed; {way_out}"
         )
 
+    def _changes(self) -> list[tuple[str, Any]]:
+        now = _values(self._model)
+        return [(name, now[name]) for name in self.changed()]
 
-def _numbers(model: nn.Module) -> dict[str, Any]:
-    """Numbers by name, those of Python before tensors."""
-    values = {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name != "training"
-    }
-    numbers = {name: value for name, value in values.items() if isinstance(value, bool | int | float)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)} | dict(model.named_buffers())
-    return numbers | {
-        name: tensor.detach().tolist() for name, tensor in tensors.items() if tensor.numel() <= FEW_NUMBERS
-    }
+
+def _values(model: nn.Module) -> Values:
+    values, seen = Values(), set[int]()
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        values[f"{path}__class__"] = type(module)
+        for name, child in module._modules.items():
+            values[f"{path}{name} (the module)"] = _Thing(child)
+        for name, buffer in module._buffers.items():
+            values |= _leaves(f"{path}{name}", buffer, seen)
+        for name, value in vars(module).items():
+            if name not in _MACHINERY and not name.endswith("_hooks") and "_hooks_" not in name:
+                values |= _leaves(f"{path}{name}", value, seen)
+    return values
+
+
+def _leaves(name: str, value: Any, seen: set[int], depth: int = 0) -> Values:
+    """An attribute, or what is in it, by name; ``seen``: objects that were looked into, such as a config."""
+    if isinstance(value, _WORDS):
+        return {name: value}
+    if isinstance(value, Tensor):
+        is_small = value.numel() <= FEW_NUMBERS and not value.is_meta and value.device.type == "cpu"
+        return {name: _Numbers(value, value.detach().tolist() if is_small else None)}
+    if id(value) in seen:
+        return {}
+    if depth >= DEPTH or isinstance(value, nn.Module | ModuleType) or callable(value):
+        return {name: _Thing(value)}
+    if hasattr(value, "__dict__"):
+        seen.add(id(value))
+    leaves: Values = {}
+    for part, inner in _parts(value):
+        leaves |= _leaves(f"{name}{part}", inner, seen, depth + 1)
+    return leaves
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container or an object has, by what is written after its name."""
+    if isinstance(value, dict):
+        yield from ((f"[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield "", len(value)
+    else:
+        yield from ((f".{key}", inner) for key, inner in getattr(value, "__dict__", {}).items() if key != _SWITCHED)
+
+
+class _Thing:
+    """Something that is known by being the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Thing) and (self.value is other.value or _is_method_of_same(self.value, other.value))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Numbers(_Thing):
+    """A tensor, known by its numbers where it is small, and else by its writes."""
+
+    def __init__(self, value: Tensor, numbers: Any) -> None:
+        super().__init__(value)
+        self._version, self._numbers = value._version, numbers
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Numbers):
+            return False
+        if self._numbers is not None and other._numbers is not None:
+            return bool(self._numbers == other._numbers)
+        return self.value is other.value and self._version == other._version
+
+    __hash__ = None
+
+
+def _is_method_of_same(value: Any, other: Any) -> bool:
+    """Whether both are a method of the same object, which is another object whenever it is read."""
+    function = getattr(value, "__func__", None)
+    is_same_function = function is not None and function is getattr(other, "__func__", None)
+    return is_same_function and value.__self__ is getattr(other, "__self__", None)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float) and value != value and other != other:
+        return True
+    return type(value) is type(other) and bool(value == other)
+
+
+def _rank(before: Any, now: Any) -> int:
+    """How likely a change makes a difference: words and modules, then numbers, then tensors and what is made late."""
+    if isinstance(now, _Numbers):
+        return 2
+    if isinstance(now, int | float | complex) and not isinstance(now, bool | Enum):
+        return 1
+    if before is None and not isinstance(now, str | bool):
+        return 2
+    return 0

@@ -1,0 +1,135 @@
+"""Find out from calls of a model which of the labels that a user's ``inputs=`` makes have a loss, and what it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths
+from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.verify.stock_call import pack_of, shard_for
+from lengthwise.runtime.verify.summed_losses import check_no_sum, is_close
+from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.made_labels import NAMES, MadeLabels, is_labels
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+
+MOST_TRIED = 8
+"""Sequences of which the one with the most labels is taken."""
+
+LossOf = Callable[[Tensor], float | None]
+"""The loss of a call with other labels; None: the call fails, or returns none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of the stock model on one sequence, with the arguments that ``inputs=`` makes."""
+
+    micro_batch: MicroBatch
+    inputs: dict[str, Any]
+
+    def labels(self) -> dict[str, Tensor]:
+        """The arguments that may be labels, by name."""
+        return {name: self.inputs[name] for name in NAMES if is_labels(self.inputs.get(name))}
+
+
+def learn_made_labels(run: PreparedModel) -> MadeLabels | None:
+    """How the loss depends on labels that ``inputs=`` makes; None: it makes none, or the loss does not depend on them.
+
+    Every rank calls this, with the same outcome.
+
+    Raises:
+        CheckError: the loss is a sum over them.
+    """
+    if run.wrapped_model.make_inputs is None:
+        return None
+    lengths = traced_lengths(run.collator) * (MOST_TRIED // 2)
+    with synthetic(run, lengths):
+        tried = [_made(run, lengths, sequence) for sequence in range(len(lengths))]
+        for name in NAMES:
+            if not (calls := [call for call in tried if call is not None and name in call.labels()]):
+                continue
+            if (made := _learned(run, name, calls)) is not None:
+                return made
+    return None
+
+
+def _made(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> _Call | None:
+    pack = pack_of(run, lengths, (sequence,))
+    micro_batch = run.make(shard_for(run, pack, run.alone), pack)
+    with active(micro_batch.shard):
+        try:
+            return _Call(micro_batch=micro_batch, inputs=dict(run.wrapped_model.stock_inputs_of(micro_batch)))
+        except Exception:  # such as a sequence that the user's corpus has not; the comparison says what is wrong
+            return None
+
+
+def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | None:
+    """Which labels of an argument have a loss; None: the loss does not depend on them, or no call succeeds."""
+    is_hugging_face = run.wrapped_model.structure.is_hugging_face
+    ignored = IGNORE if is_hugging_face else run.collator.ignore_index
+    takes_ignored = is_hugging_face or any(bool((call.labels()[name] == ignored).any()) for call in calls)
+    call = max(calls, key=lambda call: call.labels()[name].numel())
+    labels = call.labels()[name]
+    meant = labels.flatten()[labels.flatten() != ignored]
+    if not meant.numel():
+        return None
+    labels, size = torch.where(labels == ignored, meant[0], labels), labels.numel()
+    loss_of: LossOf = partial(_loss, run, name, _with_decoder_inputs(run, call, labels))
+    everything, first, last = loss_of(labels), loss_of(_changed(labels, 0)), loss_of(_changed(labels, size - 1))
+    changes = [loss for loss in (everything, first, last) if loss is None or loss != loss]
+    if changes or everything is None:
+        return None
+    drops_first, drops_last = first == everything, last == everything
+    start, end, middle = int(drops_first), size - int(drops_last), size // 2
+    if drops_first and drops_last and loss_of(_changed(labels, middle)) == everything:
+        return None
+    is_mean = True
+    if takes_ignored and start < middle < end:
+        parts = [loss_of(_only(labels, part, ignored)) for part in (slice(start, middle), slice(middle, end))]
+        before, after = parts
+        if before is None or after is None:
+            return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=False)
+        mean = (before * (middle - start) + after * (end - middle)) / (end - start)
+        if not (is_mean := is_close(everything, mean, run.state.compute_dtype)):
+            check_no_sum(run, everything, before, after)
+    return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=is_mean)
+
+
+def _with_decoder_inputs(run: PreparedModel, call: _Call, labels: Tensor) -> _Call:
+    """The call with the inputs of its decoder, where transformers would make them of labels that are left out later."""
+    make = getattr(run.model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None or any(name in call.inputs for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        return call
+    return replace(call, inputs=call.inputs | {"decoder_input_ids": make(labels=labels)})
+
+
+def _changed(labels: Tensor, place: int) -> Tensor:
+    """The labels with another one at a place."""
+    flat = labels.flatten().clone()
+    others = flat[flat != flat[place]]
+    flat[place] = others[0] if others.numel() else (flat[place] == 0).to(flat.dtype)
+    return flat.view(labels.shape)
+
+
+def _only(labels: Tensor, places: slice, ignored: int) -> Tensor:
+    """The labels at some places, all others ignored."""
+    some = torch.full_like(labels.flatten(), ignored)
+    some[places] = labels.flatten()[places]
+    return some.view(labels.shape)
+
+
+def _loss(run: PreparedModel, name: str, call: _Call, labels: Tensor) -> float | None:
+    """The loss of a call with other labels."""
+    devices = [run.world.device] if run.world.device.type == "cuda" else []
+    with torch.no_grad(), run.wrapped_model.plain(), run.gathered(), torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        try:
+            with active(call.micro_batch.shard):
+                loss = run.wrapped_model.loss_of(run.model(**call.inputs | {name: labels}), call.micro_batch)
+        except Exception:  # such as labels that the user's own module does not take
+            return None
+    return float(loss) if loss.numel() == 1 else None
