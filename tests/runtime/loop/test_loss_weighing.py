@@ -20,7 +20,7 @@ def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()
     """Three slots of two units, and one of padding; ``means``: what were made of it."""
     return SimpleNamespace(
         num_targets=num_targets, degree=degree,
-        shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None),
+        shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None, passes=[]),
         num_units=2, means=set(means),
     )  # fmt: skip
 
@@ -106,3 +106,18 @@ def test_the_gradient_is_scaled_by_the_counted_targets_unless_means_are_over_uni
     assert exact.factor([Uses.TARGETS, Uses.UNITS], 20) == 1.0
     with pytest.raises(InputError, match="a mean over units beside one over targets"):
         counted_later.factor([Uses.TARGETS, Uses.UNITS], 20)
+
+
+def test_labels_that_were_made_weigh_the_loss_that_was_checked():
+    for mean_over, count in ((None, 2), ("targets", 8)):
+        weighing, part = weighing_of(is_exact=False), micro_batch_of()
+        part.shard.passes.append(SimpleNamespace(num_made_targets=2, noted=None))
+        (term,) = weighing.terms(part, loss_of(), None, mean_over)
+        assert weighing.num_targets == count and term.weight == pytest.approx(count / 40)
+
+
+def test_labels_that_were_made_are_not_mixed_with_means_over_the_targets_of_items():
+    part = micro_batch_of(means=("targets",))
+    part.shard.passes.append(SimpleNamespace(num_made_targets=2, noted=None))
+    with pytest.raises(InputError, match="labels that inputs= makes have 2 targets, and the micro-batch has 8"):
+        weighing_of(is_exact=False).terms(part, loss_of(), loss_of(), None)

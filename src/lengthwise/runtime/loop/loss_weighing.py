@@ -45,6 +45,13 @@ class Weighing:
         """
         totals, terms = self.totals, list[LossTerm]()
         count = targets_of_loss(micro_batch, loss, is_checked=mean_over is None)
+        if count != micro_batch.num_targets and "targets" in micro_batch.means:
+            raise InputError(
+                f"labels that inputs= makes have {count:,} targets, and the micro-batch has "
+                f"{micro_batch.num_targets:,}, which micro_batch.mean(values, over='targets') divides by; give such "
+                "terms over='tokens', with "
+                "count_targets=True, or put those labels into the items"
+            )
         self._note(micro_batch, mean_over)
         self.num_targets += count
         if mean_over in (None, "targets"):

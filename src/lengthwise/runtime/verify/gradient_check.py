@@ -114,7 +114,7 @@ def check_exact(
     settings = [replace(s, head_groups=head_groups, lengths=within(most_slots, s.lengths)) for s in settings]
 
     def compare(tolerance: Tolerance, fill: Fill) -> None:
-        state = StateBetweenCalls(run.model)
+        state = StateBetweenCalls(run.model, saved_buffers=False)
         try:
             with short_tiles(run.wrapped_model.tiles):
                 _compare(run, settings, tolerance, fill, on_progress)

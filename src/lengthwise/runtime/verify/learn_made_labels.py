@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lengthwise.core.errors import CommunicationError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths
 from lengthwise.runtime.models.targets import IGNORE
@@ -130,6 +131,8 @@ def _loss(run: PreparedModel, name: str, call: _Call, labels: Tensor) -> float |
         try:
             with active(call.micro_batch.shard):
                 loss = run.wrapped_model.loss_of(run.model(**call.inputs | {name: labels}), call.micro_batch)
+        except CommunicationError:
+            raise
         except Exception:  # such as labels that the user's own module does not take
             return None
     return float(loss) if loss.numel() == 1 else None

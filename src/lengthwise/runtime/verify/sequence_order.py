@@ -39,8 +39,9 @@ class StateWatch:
 
     def note(self, state: StateBetweenCalls) -> None:
         """Note what has changed since ``state``."""
-        self.has_changed = self.has_changed or bool(state.changed())
-        self.has_other_words = self.has_other_words or state.has_other_words()
+        changes = state.changes()
+        self.has_changed = self.has_changed or bool(changes)
+        self.has_other_words = self.has_other_words or state.are_words(changes)
 
     def check(self, run: PreparedModel, slots: tuple[int, int, int], compare_precisely: ComparePrecisely) -> None:
         """Compare losses of single sequences that are called in two orders, if forwards leave anything behind.

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, CommunicationError
+from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths
 from lengthwise.runtime.verify.float64_mode import noise_free
@@ -56,27 +57,35 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
     """
     if not _takes_ignored(run):
         return
-    lengths = traced_lengths(run.collator)[:1]
+    lengths, dtype = traced_lengths(run.collator)[:1], run.state.compute_dtype
     with noise_free(run), synthetic(run, lengths), torch.no_grad():
-        collator = run.collator
-        labels_of = collator.labels or collator.source.tokens
-        results = []
-        for keeps in (
-            lambda places: places >= 0,
-            _is_early,
-            lambda places: ~_is_early(places),
-            lambda places: places < 0,
-        ):
-            labels = partial(_some_labels, labels_of, keeps, collator.ignore_index)
-            run.collator = replace(collator, labels=labels)
-            results.append(on_every_rank(run, partial(_loss_and_targets, run, lengths), is_stock=True))
-        run.collator = collator
-    (loss, count), (first, num_first), (second, num_second), (none, _) = results
-    if min(num_first, num_second) == 0 or not all(map(isfinite, (loss, first, second))):
-        return
-    if is_close(loss * count, first * num_first + second * num_second, run.state.compute_dtype):
-        return
+        loss, count = _loss_of_labels(run, lengths, lambda places: places >= 0)
+        first, num_first = _loss_of_labels(run, lengths, _is_early)
+        second, num_second = _loss_of_labels(run, lengths, lambda places: ~_is_early(places))
+        if min(num_first, num_second) == 0 or not all(map(isfinite, (loss, first, second))):
+            return
+        if is_close(loss * count, first * num_first + second * num_second, dtype):
+            return
+        none, _ = _loss_of_labels(run, lengths, lambda places: places < 0)
     check_no_sum(run, loss, first, second, none if isfinite(none) else 0.0)
+
+
+def _loss_of_labels(
+    run: PreparedModel, lengths: tuple[int, ...], keeps: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, int]:
+    """The loss of the stock model of one sequence, with the labels at some of its places, and the number of targets.
+
+    The same on every rank, which all call this.
+    """
+    collator = run.collator
+    labels_of = collator.labels or collator.source.tokens
+    run.collator = replace(collator, labels=partial(_some_labels, labels_of, keeps, collator.ignore_index))
+    try:
+        loss, count = on_every_rank(run, partial(_loss_and_targets, run, lengths), is_stock=True)
+    finally:
+        run.collator = collator
+    rows = gather_rows(torch.tensor([loss, count], dtype=torch.float64, device=run.world.device)).tolist()
+    return rows[0][0], int(rows[0][1])
 
 
 def _takes_ignored(run: PreparedModel) -> bool:
@@ -108,6 +117,8 @@ def _loss_and_targets(run: PreparedModel, lengths: tuple[int, ...]) -> tuple[flo
             output, micro_batch = stock_output(run, lengths, 0)
             with active(micro_batch.shard):
                 loss = run.wrapped_model.loss_of(output, micro_batch)
+        except CommunicationError:
+            raise
         except Exception:  # such as a module of the user's own that takes no sequence without targets
             return float("nan"), 0
         return float(loss) if loss.numel() == 1 else float("nan"), micro_batch.num_targets

@@ -43,22 +43,24 @@ class StateError(CheckError):
 class StateBetweenCalls:
     """The attributes of a model's modules and of their configs, before it is called."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, _values(model)
+    def __init__(self, model: nn.Module, *, saved_buffers: bool = True) -> None:
+        """``saved_buffers``: whether buffers count that are saved with the model; False: others look at them."""
+        self._model, self._saved_buffers = model, saved_buffers
+        self._before = _values(model, saved_buffers)
 
-    def changed(self) -> list[str]:
-        """The attributes that forwards have changed since, words and numbers first."""
-        now, before = _values(self._model), self._before
+    def changes(self) -> list[tuple[str, Any]]:
+        """The attributes that forwards have changed since, and what they have now, words and modules first."""
+        now, before = _values(self._model, self._saved_buffers), self._before
         names = [name for name in now if name not in before or not _is_same(before[name], now[name])]
-        return sorted(names, key=lambda name: _rank(before.get(name), now[name]))
+        return [(name, now[name]) for name in sorted(names, key=lambda name: _rank(before.get(name), now[name]))]
 
-    def has_other_words(self) -> bool:
-        """Whether a word, a flag, a class or a module has changed since, by which forwards may be another thing."""
-        return any(_rank(self._before.get(name), value) == 0 for name, value in self._changes())
+    def are_words(self, changes: list[tuple[str, Any]]) -> bool:
+        """Whether a word, a flag, a class or a module is among ``changes``, by which forwards may be another thing."""
+        return any(_rank(self._before.get(name), value) == 0 for name, value in changes[:1])
 
     def error(self) -> StateError:
         """Why a forward gives something else where it is called again with the same inputs."""
-        return StateError(self.described(), is_named=bool(self.changed()))
+        return StateError(self.described(), is_named=bool(self.changes()))
 
     def described(self, again: str = "it is called again with the same inputs") -> str:
         """Why results of the same inputs differ, in words, with the first attribute that has changed since.
@@ -66,7 +68,7 @@ class StateBetweenCalls:
         ``again``: when they differ.
         """
         first, way_out = "", "set it in the loop, once for each step, and leave it as it is in the forward"
-        for name, value in self._changes()[:1]:
+        for name, value in self.changes()[:1]:
             first = f", such as its attribute {name}"
             leaf = name.rpartition(".")[2]
             if isinstance(value, str):
@@ -78,19 +80,18 @@ class StateBetweenCalls:
             f"calls{first}, which would differ between ranks and depend on how sequences are packed; {way_out}"
         )
 
-    def _changes(self) -> list[tuple[str, Any]]:
-        now = _values(self._model)
-        return [(name, now[name]) for name in self.changed()]
 
-
-def _values(model: nn.Module) -> Values:
+def _values(model: nn.Module, saved_buffers: bool) -> Values:
     values, seen = Values(), set[int]()
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
         values[f"{path}__class__"] = type(module)
         for name, child in module._modules.items():
             values[f"{path}{name} (the module)"] = _Thing(child)
-        for name, buffer in module._buffers.items():
+        unsaved = module._non_persistent_buffers_set
+        for name, buffer in (
+            module._buffers.items() if saved_buffers else zip(unsaved, map(module._buffers.get, unsaved))
+        ):
             values |= _leaves(f"{path}{name}", buffer, seen)
         for name, value in vars(module).items():
             if name not in _MACHINERY and not name.endswith("_hooks") and "_hooks_" not in name:
