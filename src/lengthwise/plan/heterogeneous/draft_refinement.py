@@ -26,8 +26,9 @@ FEW_REPACKED, REPACK_S = 32, 0.03
 MOST_RAMPED, MOST_REARRANGED = 3, 2
 """Most plans of which ramps are tried, and in which packs in slices are moved."""
 MOVED_SHARE, MOST_OF_STEP = 4.0, 0.5
-"""Seconds of moving packs for each that a plan is above the bound, as one of planning is one of a processor, and one of
-a step is one of every device; and at most for each second of the step, which is planned while another is computed."""
+"""Seconds of moving packs or forming ramps for each that a plan is above the bound, as one of planning is one of a
+processor, and one of a step is one of every device; and at most for each second of the step, which is planned while
+another is computed."""
 NEARLY, NEARLY_SLICED, NEARLY_RAMPED = 1.03, 1.15, 1.06
 """How many times the seconds of the fastest plan one may take that is packed anew, and run as other candidates, before
 they compare; one with slices, whose packs may become smaller; one whose packs become ramps."""
@@ -101,11 +102,8 @@ def _rearranged(
         for draft, draft_s in _of_each_strategy(drafts, MOST_REARRANGED, NEARLY)
         if any(has_slices(pipeline) for phase in draft.phases for pipeline in phase)
     ]
-    budgets_s = [min(MOVED_SHARE * (draft_s - bound_s), MOST_OF_STEP * draft_s) for _, draft_s in sliced]
-    return _timed(
-        priced,
-        [rearranged(priced, draft, most_s=search_share * budget_s) for (draft, _), budget_s in zip(sliced, budgets_s)],
-    )
+    budgets_s = [search_share * _worth_s(draft_s, bound_s) for _, draft_s in sliced]
+    return _timed(priced, [rearranged(priced, draft, most_s=s) for (draft, _), s in zip(sliced, budgets_s)])
 
 
 def _ramped(priced: PricedBatch, drafts: Sequence[TimedDraft], bound_s: float, search_share: float) -> list[TimedDraft]:
@@ -113,8 +111,13 @@ def _ramped(priced: PricedBatch, drafts: Sequence[TimedDraft], bound_s: float, s
     return [
         ramped(priced, draft)
         for draft, draft_s in _of_each_strategy(drafts, MOST_RAMPED, NEARLY_RAMPED)
-        if may_ramp(priced, draft, most_s=search_share * (draft_s - bound_s))
+        if may_ramp(priced, draft, most_s=search_share * _worth_s(draft_s, bound_s))
     ]
+
+
+def _worth_s(draft_s: float, bound_s: float) -> float:
+    """The seconds that it is worth to make a plan faster where all that may be gained is searched for."""
+    return min(MOVED_SHARE * (draft_s - bound_s), MOST_OF_STEP * draft_s)
 
 
 def _of_each_strategy(drafts: Sequence[TimedDraft], most: int, nearly: float) -> list[TimedDraft]:
