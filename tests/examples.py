@@ -5,6 +5,6 @@ from hypothesis import settings
 FEWEST = 12
 
 
-def examples(count: int) -> int:
-    """``count`` in deep runs (``make test-deep``); in others a quarter of it, and no fewer than 12."""
-    return max(min(count, FEWEST), -(-count * settings().max_examples // 100))
+def examples(count: int, *, fewest: int = FEWEST) -> int:
+    """``count`` in deep runs (``make test-deep``); in others a quarter of it, and no fewer than ``fewest``."""
+    return max(min(count, fewest), -(-count * settings().max_examples // 100))

@@ -45,6 +45,13 @@ FEWER = {
 NOT_HERE = ("--python-stdlib", "--trace-steps", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
 """Words of commands that need what is large, what tests of the readers have, or a metric that a model computed."""
 
+IN_DEEP_RUNS = (
+    "docs/concepts/memory.md:lengthwise memory --model llama-3-8b --device H100-80GB --gpus 8 ",
+    "docs/concepts/planning.md:lengthwise compare --lengths commoncrawl --model llama-13b --gpus 64 ",
+    "docs/get-started/plan-without-gpus.md:lengthwise compare --lengths commoncrawl --model llama-13b --gpus 16,64 ",
+)
+"""Pages and beginnings of blocks that take longest; other blocks have the same commands, tests of them the options."""
+
 
 def named(value):
     return value if isinstance(value, str) else f"{value.page}:{value.line}" if hasattr(value, "page") else value[0]
@@ -154,7 +161,14 @@ def lengthwise(arguments):
         sys.argv = before
 
 
-@pytest.mark.parametrize("block", [block for block in SHELL if list(quick_commands(block))], ids=named)
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.deep] * f"{block.page}:{block.text}".startswith(IN_DEEP_RUNS))
+        for block in SHELL if list(quick_commands(block))
+    ],
+    ids=named,
+)  # fmt: skip
 def test_quick_commands_run(block, files, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "here"
     shutil.copytree(files, folder)

@@ -77,7 +77,7 @@ def test_a_build_goes_on_while_a_worker_of_a_killed_one_writes_its_last_file(tmp
     assert claim(tmp_path, {}, "mark", restart=False) == parts and calls == [stray] * 3 and not stray.exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_killed_build_is_no_index_and_goes_on_to_the_same_bytes(tmp_path, workers):
     corpus = write_jsonl(tmp_path / "a.jsonl", TEXTS * 60)
     out = tmp_path / "out"

@@ -78,7 +78,7 @@ def train_sparse(weights):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("weights", ["whole", "by-layer"])
+@pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.deep), "by-layer"])
 def test_an_embedding_with_sparse_gradients_trains_what_a_dense_one_does(ranks, alone, weights):
     for losses, found in ranks(2).run(train_sparse, weights):
         np.testing.assert_allclose(losses, alone[0], rtol=EXACT)

@@ -121,7 +121,10 @@ FAMILIES = {
 @pytest.mark.parametrize(
     "name",
     # Layers of Llama and Qwen 3 are those of GPT-OSS but for experts, which are routed as Mixtral's are.
-    [pytest.param(name, marks=[pytest.mark.deep] * (name in ("llama", "qwen3", "mixtral"))) for name in FAMILIES],
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * (name in ("llama", "qwen3", "mixtral", "modernbert")))
+        for name in FAMILIES
+    ],
 )
 def test_families_of_transformers_train_the_same_to_the_last_bit(name):
     options = {"rows": rows_for(name), "tokens_per_step": 60}

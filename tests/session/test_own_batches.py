@@ -74,7 +74,7 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
     ("options", "failure"),
     [
         pytest.param(options, failure, id=f"{name}-{failure}", marks=[pytest.mark.deep] * (name not in hard))
-        for failure, hard in (("function", ("by-layer",)), ("memory", ("by-layer", "shared")))
+        for failure, hard in (("function", ("by-layer",)), ("memory", ("shared",)))
         for name, options in {
             "whole": {}, "by-layer": {"weights": "by-layer"},
             "shared": {"cost": SimpleCost(loss=-0.5), "policy": "static"},

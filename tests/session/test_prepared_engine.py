@@ -56,7 +56,7 @@ def validate(options):
 @pytest.mark.parametrize(
     ("num_ranks", "options", "degrees"),
     [
-        (2, {"recompute": "none"}, {1, 2}),
+        pytest.param(2, {"recompute": "none"}, {1, 2}, marks=pytest.mark.deep),
         (2, {"packing": "never"}, {1}),
         (2, {"recompute": "none", "weights": "by-layer"}, {1, 2}),
     ],

@@ -113,7 +113,8 @@ def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, change
     "more",
     [
         ("--host-memory", "0.001"), ("--model", "transformer-2d-1.2b", "--gpus", "3"),
-        ("--model", "transformer-2d-1.2b", "--gpus", "1"), ("--model", "llama-3-8b", "--host-memory", "0.5"),
+        ("--model", "transformer-2d-1.2b", "--gpus", "1"),
+        pytest.param(("--model", "llama-3-8b", "--host-memory", "0.5"), marks=pytest.mark.deep),
     ],
 )  # fmt: skip
 def test_every_rung_holds_more_than_those_before_also_where_the_host_is_small(cli, more):

@@ -35,7 +35,9 @@ def results(model, cu_seqlens, *, recompute):
     return [loss.detach(), *(weight.grad for weight in model.parameters())]
 
 
-@pytest.mark.parametrize(("spec", "backend"), [(LLAMA, "aot_eager"), (GPT, "eager"), (BERT, "eager")])
+@pytest.mark.parametrize(
+    ("spec", "backend"), [(LLAMA, "aot_eager"), pytest.param(GPT, "eager", marks=pytest.mark.deep), (BERT, "eager")]
+)
 def test_they_compute_what_layers_compute_with_and_without_recompute_and_are_never_compiled_again(spec, backend):
     model = build_model(spec, dtype=torch.float64)
     flags = [(False,) * 3, (True, False, True)]

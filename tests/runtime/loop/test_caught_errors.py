@@ -20,7 +20,9 @@ def assert_as_expected(found, expected):
     torch.testing.assert_close(weights, expected[1], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.deep] * (place in (PLACES[0], PLACES[3]))) for place in PLACES]
+)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), pytest.param(3, 3, 2, marks=pytest.mark.deep)]
 )

@@ -14,7 +14,9 @@ def expected():
     return {name: plain_loop(change=change) for name, change in CHANGES.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (2, 1), pytest.param(3, 3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    ("num_ranks", "degree"), [(2, 1), *(pytest.param(n, n, marks=pytest.mark.deep) for n in (1, 3))]
+)
 def test_weights_that_a_loop_changes_on_every_rank_stay_changed(ranks, expected, num_ranks, degree, tmp_path):
     for found in ranks(num_ranks).run(train_with_changes, degree, tuple(CHANGES), torch.float64, tmp_path):
         for name, (losses, weights) in found.items():

@@ -10,7 +10,8 @@ from tests.runtime.loop.test_families import CASES, DEGREES
 
 
 @pytest.mark.parametrize(
-    ("name", "num_kept"), [("llama", 1), pytest.param("gpt2", 3, marks=pytest.mark.deep), ("bert", 0)]
+    ("name", "num_kept"),
+    [("llama", 1), *(pytest.param(*case, marks=pytest.mark.deep) for case in (("gpt2", 3), ("bert", 0)))],
 )
 def test_a_family_whose_weights_are_gathered_by_layer_is_exact_at_degrees_1_to_4(ranks, name, num_kept):
     for found in ranks(4).run(step_on_ranks, CASES[name], DEGREES, by_layer=True, num_kept=num_kept):
@@ -43,10 +44,7 @@ def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, 
 @pytest.mark.parametrize(
     "trained",
     # Stages gather the others for a step.
-    [
-        pytest.param(name, marks=[pytest.mark.deep] * (name not in ("the upper layers", "an output bias")))
-        for name in memory_runs.TRAINED
-    ],
+    [pytest.param(name, marks=[pytest.mark.deep] * (name != "an output bias")) for name in memory_runs.TRAINED],
 )
 def test_a_model_of_which_only_parts_are_trained_gathers_those(ranks, trained):
     expected = memory_runs.train_alone(ranks, trained)

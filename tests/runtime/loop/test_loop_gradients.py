@@ -16,7 +16,7 @@ MODES = [
     pytest.param(torch.float64, 2, {"stages": 2}, id="stages"),
     pytest.param(torch.bfloat16, 2, {}, id="whole, bfloat16"),
     pytest.param(torch.bfloat16, 2, {"by_layer": True}, id="by layer, bfloat16", marks=pytest.mark.deep),
-    pytest.param(torch.bfloat16, 1, {}, id="one rank, bfloat16"),
+    pytest.param(torch.bfloat16, 1, {}, id="one rank, bfloat16", marks=pytest.mark.deep),
 ]  # fmt: skip
 
 

@@ -50,7 +50,8 @@ def splitting_all(function, *arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"), [("llama", FOUR), ("gpt2", TWO), pytest.param("llama", THREE, marks=pytest.mark.deep)]
+    ("name", "groups"),
+    [("llama", FOUR), *(pytest.param(*case, marks=pytest.mark.deep) for case in (("gpt2", TWO), ("llama", THREE)))],
 )
 def test_a_family_whose_stages_split_backwards_trains_as_its_own_loop_does(ranks, name, groups):
     size = 1 + max(rank for group in groups for rank in group.ranks)

@@ -52,7 +52,7 @@ def stock_loss(model, tokens, targets):
     return model(input_ids=tokens, labels=labels).loss * (tokens.shape[1] - 1)
 
 
-@pytest.mark.parametrize("num_ranks", PACKS)
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 @pytest.mark.parametrize("build", [pytest.param(mixtral, marks=pytest.mark.deep), qwen3_moe, bart])
 def test_the_loss_of_a_pack_is_that_of_the_stock_calls_weighted_by_targets(ranks, build, num_ranks):
     case = Case(build=build, sum_of_losses=stock_loss)

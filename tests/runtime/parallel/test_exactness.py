@@ -100,7 +100,7 @@ def check_family(spec):
         check(spec, (13, 1, 8), (method,) * spec.num_layers)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3, 4])
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3)), 4])
 def test_any_mixture_of_methods_and_recompute_is_exact(ranks, num_ranks):
     ranks(num_ranks).run(check_mixtures, seeds=range(3))
 

@@ -375,7 +375,7 @@ def test_ladders_double_up_to_the_longest_and_give_every_rank_slots(longest, deg
 
 @pytest.mark.parametrize(
     "trained",
-    ["layers.3.down", "head", *(pytest.param(n, marks=pytest.mark.deep) for n in ("layers.2", "layers.0.out"))],
+    ["layers.3.down", *(pytest.param(n, marks=pytest.mark.deep) for n in ("head", "layers.2", "layers.0.out"))],
 )
 def test_models_that_train_only_some_layers_are_measured(ranks, trained):
     """Also where the two layers that stand for all would have no backward."""

@@ -164,7 +164,7 @@ def _save_and_gather(path, settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(one, marks=[pytest.mark.deep] * (one.name == "sgd")) for one in OPTIMIZERS],
+    [pytest.param(one, marks=[pytest.mark.deep] * (one.name != "adafactor")) for one in OPTIMIZERS],
     ids=name_of,
 )
 def test_what_a_rank_copies_to_host_memory_is_its_own_share_and_no_more(ranks, settings):
@@ -264,7 +264,12 @@ def test_one_process_refuses_weights_of_another_model(intact):
     ("saved_with", "loaded_with", "message"),
     [
         (0, 1, "holds the state of adamw, this run has optim.name=sgd; set optim.name=adamw"),
-        (3, 0, "holds the state of adafactor, this run has optim.name=adamw; set optim.name=adafactor"),
+        pytest.param(
+            3,
+            0,
+            "holds the state of adafactor, this run has optim.name=adamw; set optim.name=adafactor",
+            marks=pytest.mark.deep,
+        ),
         (1, 2, "holds ['momentum_buffer'] of sgd, which keeps none in this run; set optim.momentum"),
         (2, 1, "holds no tensors of sgd, which keeps ['momentum_buffer'] in this run; set optim.momentum"),
     ],

@@ -113,7 +113,7 @@ OWNERS = {"checkpoint_files": checkpoint_files, "saver": saver, "FileSystemWrite
     ("rank", "where"),
     [
         (1, "FileSystemWriter.write_data"),
-        (0, "checkpoint_files.publish"),
+        pytest.param(0, "checkpoint_files.publish", marks=pytest.mark.deep),
         pytest.param(0, "checkpoint_files.begin", marks=pytest.mark.deep),
         pytest.param(1, "saver._digests", marks=pytest.mark.deep),
     ],

@@ -48,7 +48,7 @@ def loss_on_ranks(seed: int) -> tuple[float, bool, bool]:
     return found, is_same, torch.equal(torch.get_rng_state(), generator)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 4))])
 def test_the_loss_under_any_plans_is_that_of_one_device_and_changes_nothing(ranks, num_ranks):
     """Random plans have any degree, method, number of stages and phases."""
     for seed in range(3):

@@ -256,7 +256,7 @@ def test_a_family_trains_as_its_own_loop_does_under_all_methods_in_one_step(rank
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4", "MPT", "Gemma 2")))
+        pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("Bloom", "GPT-J", "Llama 4", "MPT", "Gemma 2")))
         for name in MASKED
     ],
 )
@@ -317,7 +317,7 @@ def train_failing_in_ring(fails_at, recomputed, method):
     ("method", "recomputed"),
     [(Method.RING, 1), *(pytest.param(method, 2, marks=pytest.mark.deep) for method in METHODS[1:])],
 )
-@pytest.mark.parametrize("fails_at", [2, pytest.param(5, marks=pytest.mark.deep), 14])
+@pytest.mark.parametrize("fails_at", [*(pytest.param(n, marks=pytest.mark.deep) for n in (2, 5)), 14])
 def test_a_rank_out_of_memory_in_the_midst_of_a_ring_leaves_no_message_behind(ranks, method, recomputed, fails_at):
     expected = memory_runs.train_alone(ranks)
     num_ranks = 4 if method is Method.ULYSSES_RING else 3
