@@ -232,8 +232,8 @@ def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     plans = [
         lengthwise.plan(
-            [400_000, *[2000] * 10], model=model, cluster="2x8xA800-80GB", steps=1, tokens_per_step=500_000,
-            max_degree=8, max_stages=4, methods=["ulysses"],
+            [400_000, *[2000] * 10], model=model, cluster="2x8xA800-80GB", steps=1, tokens_per_step=420_000,
+            max_degree=4, methods=["ulysses"],
         )[0]
         for model in (str(tmp_path), "llama-7b")
     ]  # fmt: skip
