@@ -29,6 +29,8 @@ MOVED_SHARE, MOST_OF_STEP = 4.0, 0.5
 """Seconds of moving packs or forming ramps for each that a plan is above the bound, as one of planning is one of a
 processor, and one of a step is one of every device; and at most for each second of the step, which is planned while
 another is computed."""
+MANY_DEVICES = 512
+"""Devices above which twice as much is worth it."""
 NEARLY, NEARLY_SLICED, NEARLY_RAMPED = 1.03, 1.15, 1.06
 """How many times the seconds of the fastest plan one may take that is packed anew, and run as other candidates, before
 they compare; one with slices, whose packs may become smaller; one whose packs become ramps."""
@@ -102,7 +104,7 @@ def _rearranged(
         for draft, draft_s in _of_each_strategy(drafts, MOST_REARRANGED, NEARLY)
         if any(has_slices(pipeline) for phase in draft.phases for pipeline in phase)
     ]
-    budgets_s = [search_share * _worth_s(draft_s, bound_s) for _, draft_s in sliced]
+    budgets_s = [search_share * _worth_s(priced, draft_s, bound_s) for _, draft_s in sliced]
     return _timed(priced, [rearranged(priced, draft, most_s=s) for (draft, _), s in zip(sliced, budgets_s)])
 
 
@@ -111,13 +113,14 @@ def _ramped(priced: PricedBatch, drafts: Sequence[TimedDraft], bound_s: float, s
     return [
         ramped(priced, draft)
         for draft, draft_s in _of_each_strategy(drafts, MOST_RAMPED, NEARLY_RAMPED)
-        if may_ramp(priced, draft, most_s=search_share * _worth_s(draft_s, bound_s))
+        if may_ramp(priced, draft, most_s=search_share * _worth_s(priced, draft_s, bound_s))
     ]
 
 
-def _worth_s(draft_s: float, bound_s: float) -> float:
-    """The seconds that it is worth to make a plan faster where all that may be gained is searched for."""
-    return min(MOVED_SHARE * (draft_s - bound_s), MOST_OF_STEP * draft_s)
+def _worth_s(priced: PricedBatch, draft_s: float, bound_s: float) -> float:
+    """The seconds that it is worth to make a plan faster where as much is searched for as may be gained."""
+    worth_s = min(MOVED_SHARE * (draft_s - bound_s), MOST_OF_STEP * draft_s)
+    return worth_s * (2.0 if priced.problem.num_devices > MANY_DEVICES else 1.0)
 
 
 def _of_each_strategy(drafts: Sequence[TimedDraft], most: int, nearly: float) -> list[TimedDraft]:
