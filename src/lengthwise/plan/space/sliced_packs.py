@@ -79,7 +79,8 @@ def with_slices(
     Schemes with slices join where they pay for the longest sequence of a typical batch, of ``samples``. If all devices
     are done with the others before it ends under any scheme without, they have to be faster alone; else they have to
     take fewer device-seconds, and be done as soon as the others are. Of these the fastest join, and any than which none
-    as fast takes fewer device-seconds, both within ``NEAR``. Split backwards are no reason to leave any out.
+    as fast takes fewer device-seconds, both within ``NEAR``. Neither split backwards nor sharded gradients are a reason
+    to leave any out: a scheme with those may be better for the longest sequence, and no other pack.
     Where no scheme without holds a sequence of ``max_length``, those that do join, or that which holds the most.
     """
     is_priced = [getattr(candidate.cost, "prices_slices", False) for candidate in candidates]
@@ -87,7 +88,8 @@ def with_slices(
         return tuple(candidates)
     options = in_slices(candidates)
     joined: dict[Candidate, None] = {}
-    compared = [candidate for candidate in candidates if not candidate.scheme.zero_bubble] or candidates
+    unsplit = [candidate for candidate in candidates if not candidate.scheme.zero_bubble] or candidates
+    whole = [candidate for candidate in unsplit if not candidate.scheme.shard_gradients]
     batches = list(samples[:COMPARED_BATCHES])
     longest = most_tokens(candidates)
     if options and longest < max_length:
@@ -97,7 +99,8 @@ def with_slices(
         elif largest.max_tokens > longest:
             joined[largest] = None
     for lengths in batches:
-        joined |= dict.fromkeys(_that_pay(compared, options, lengths))
+        for compared in (unsplit, whole) if 0 < len(whole) < len(unsplit) else (unsplit,):
+            joined |= dict.fromkeys(_that_pay(compared, options, lengths))
     return (*candidates, *joined)
 
 
