@@ -239,3 +239,23 @@ def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path):
     ]  # fmt: skip
     is_sliced = [any(m.slices for pipeline in plan.pipelines for m in pipeline.micro_batches) for plan in plans]
     assert is_sliced == [False, True]
+
+
+def test_what_pays_beside_whole_gradients_joins_beside_sharded_ones_too():
+    """Those hold the longest sequence on fewer device-seconds, and are worse for the others."""
+    spec = model_preset("llama-32b")
+    cost = AnalyticCost(model=spec, cluster=cluster_preset("8x8xH100-80GB"))
+
+    def of(degree, stages, recomputed, shards=False):
+        scheme = uniform_scheme(
+            spec.num_layers, degree=degree, stages=stages, method=Method.ULYSSES, recomputed=recomputed
+        )
+        return Candidate(scheme=replace(scheme, shard_gradients=shards), cost=cost, num_cluster_devices=64)
+
+    def joining(candidates):
+        lengths = np.array([2000] * 100 + [61_700])
+        space = with_slices(candidates, Slices.AUTO, samples=[lengths], max_length=61_700)
+        return {option.scheme for option in space if option.scheme.slices > 1}
+
+    whole = [*(of(8, 4, recomputed) for recomputed in (0, 16, 60)), of(8, 8, 0), of(8, 8, 16)]
+    assert joining([*whole, of(64, 1, 60, shards=True)]) >= joining(whole) != set()
