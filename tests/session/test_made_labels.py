@@ -170,3 +170,72 @@ def test_weights_of_made_labels_are_exact_in_packs_and_sequence_by_sequence(pack
     (sum(terms) / total).backward()
     pairs = zip(stock.parameters(), model.parameters())
     assert max(float((p - OPTIONS["lr"] * p.grad - q).detach().abs().max()) for p, q in pairs) < 1e-12
+
+
+class Masked(Plain):
+    """Leaves targets out by a mask beside them."""
+
+    def forward(self, idx, targets, mask):
+        logits, mask = super().forward(idx)[0], mask[0].to(self.head.weight.dtype)
+        return (F.cross_entropy(logits[0], targets[0], reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+class PaddedByZero(Plain):
+    """Leaves out targets of a number of its own, which no token of the corpus has."""
+
+    def forward(self, idx, targets):
+        return F.cross_entropy(super().forward(idx)[0][0], targets[0], ignore_index=0)
+
+
+class Classifying(Plain):
+    """One class for each sequence."""
+
+    def forward(self, idx, labels):
+        return F.cross_entropy(self.head(self.norm(self.run(self.embed(idx), idx))).mean(1), labels)
+
+
+def with_mask(micro_batch):
+    targets = micro_batch.targets
+    return {
+        "idx": micro_batch.tokens[None], "targets": targets.clamp(min=0)[None], "mask": (targets != -100)[None],
+    }  # fmt: skip
+
+
+def with_zeros(micro_batch):
+    targets = micro_batch.targets
+    return {"idx": micro_batch.tokens[None], "targets": targets.masked_fill(targets == -100, 0)[None]}
+
+
+def with_classes(micro_batch):
+    return {"idx": micro_batch.tokens[None], "labels": torch.tensor([int(row[0]) for row in micro_batch.sequences])}
+
+
+def next_tokens(row):
+    return torch.cat([row[1:], torch.zeros(1, dtype=row.dtype)])[None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "arguments", "count"),
+    [
+        (Masked, with_mask, lambda row: (next_tokens(row), torch.arange(len(row))[None] < len(row) - 1), len),
+        (PaddedByZero, with_zeros, lambda row: (next_tokens(row),), len),
+        (Classifying, with_classes, lambda row: (row[:1],), lambda row: 2),
+    ],
+    ids=["a mask beside them", "a number of its own", "a class"],
+)
+def test_labels_weigh_as_planned_where_others_say_which_count_and_classes_weigh_one(kind, inputs, arguments, count):
+    corpus = [np.maximum(row, 1) for row in rows() if len(row) > 1]
+    torch.manual_seed(0)
+    model = kind().double()
+    stock = copy.deepcopy(model)
+    run = lw.prepare(model, corpus, steps=1, inputs=inputs, packing="never", **OPTIONS)
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs))
+        step.update()
+    run.close()
+    tokens = [torch.as_tensor(row) for row in corpus]
+    counts = [count(row) - 1 for row in tokens]
+    sum(stock(row[None], *arguments(row)) * n / sum(counts) for row, n in zip(tokens, counts)).backward()
+    pairs = zip(stock.parameters(), model.parameters())
+    assert max(float((p - OPTIONS["lr"] * p.grad - q).detach().abs().max()) for p, q in pairs) < 1e-12

@@ -144,3 +144,22 @@ class WithoutNumber(Plain):
 def test_a_loss_that_is_nan_is_said_to_be_with_its_lengths():
     with pytest.raises(CheckError, match=r"the loss of WithoutNumber is nan for sequences of 2 slots alone"):
         lw.prepare(WithoutNumber().double(), rows(), steps=1, **OPTIONS)
+
+
+class Odd:
+    """Cannot be looked into."""
+
+    @property
+    def __dict__(self):
+        raise RuntimeError("not now")
+
+
+def test_attributes_that_cannot_be_read_are_no_reason_to_fail():
+    model = Plain().double()
+    with torch.inference_mode():
+        model.table = torch.ones(3)
+    model.graph, model.odd = torch.eye(3).to_sparse(), Odd()
+    shared = {number: [0.0] * 100 for number in range(1000)}
+    for module in model.modules():
+        module.shared = shared
+    lw.prepare(model, rows(), steps=1, **OPTIONS).close()

@@ -37,6 +37,10 @@ OTHERS = {
     "a sum of others": (lambda a: a.exp() / (2 * a).exp().sum(-1, keepdim=True), "calls div between"),
     "another dimension": (lambda a: a / a.exp().sum(-2, keepdim=True), "calls sum between"),
     "exponentials of weights": (lambda a: a.softmax(-1).exp(), "calls exp between"),
+    "a clamp of what is shifted": (
+        lambda a: (a - a.amax(-1, keepdim=True)).clamp(min=-10.0).softmax(-1),
+        "calls clamp between",
+    ),
     "minus the mean": (lambda a: (a - a.mean(-1, keepdim=True)).softmax(-1), "calls sub between"),
 }
 

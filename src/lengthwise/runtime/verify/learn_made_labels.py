@@ -69,7 +69,9 @@ def _made(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> _Call 
 
 
 def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | None:
-    """Which labels of an argument have a loss; None: the loss does not depend on them, or no call succeeds."""
+    """Which labels of an argument have a loss; None: the loss does not depend on them, or no call succeeds, or it was
+    not seen which of them count: a module of a user's own may leave others out by a mask, or by a label of its own.
+    """
     is_hugging_face = run.wrapped_model.structure.is_hugging_face
     ignored = IGNORE if is_hugging_face else run.collator.ignore_index
     takes_ignored = is_hugging_face or any(bool((call.labels()[name] == ignored).any()) for call in calls)
@@ -84,19 +86,23 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     changes = [loss for loss in (everything, first, last) if loss is None or loss != loss]
     if changes or everything is None:
         return None
+    if size == 1:  # a class of the sequence
+        if first == everything or call.micro_batch.shard.num_slots == 1:
+            return None
+        return MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
     drops_first, drops_last = first == everything, last == everything
     start, end, middle = int(drops_first), size - int(drops_last), size // 2
     if drops_first and drops_last and loss_of(_changed(labels, middle)) == everything:
         return None
-    is_mean = True
-    if takes_ignored and start < middle < end:
-        parts = [loss_of(_only(labels, part, ignored)) for part in (slice(start, middle), slice(middle, end))]
-        before, after = parts
-        if before is None or after is None:
-            return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=False)
-        mean = (before * (middle - start) + after * (end - middle)) / (end - start)
-        if not (is_mean := is_close(everything, mean, run.state.compute_dtype)):
-            check_no_sum(run, everything, before, after)
+    if not takes_ignored or not start < middle < end:
+        return None
+    parts = [loss_of(_only(labels, part, ignored)) for part in (slice(start, middle), slice(middle, end))]
+    before, after = parts
+    if before is None or after is None:
+        return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=False)
+    mean = (before * (middle - start) + after * (end - middle)) / (end - start)
+    if not (is_mean := is_close(everything, mean, run.state.compute_dtype)):
+        check_no_sum(run, everything, before, after)
     return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=is_mean)
 
 

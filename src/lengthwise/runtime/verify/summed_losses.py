@@ -43,9 +43,10 @@ def check_no_sum(run: PreparedModel, loss: float, first: float, second: float, n
     if loss == 0.0 or not is_close(loss + none, first + second, run.state.compute_dtype):
         return
     raise CheckError(
-        f"the loss of {type(run.model).__name__} is a sum over its targets: with either half of the labels of a "
-        f"sequence it is {first:.4g} and {second:.4g}, and {loss:.4g} with all of them. The step weighs it as a mean "
-        "over them; return that (reduction='mean'), or make it with loss=lambda output, micro_batch: "
+        f"the loss of {type(run.model).__name__} is a sum over its targets, or divided by a number that is not theirs: "
+        f"with either half of the labels of a sequence it is {first:.4g} and {second:.4g}, and {loss:.4g} with all of "
+        "them. The step weighs it as a mean over its targets; return that (reduction='mean'), or make it with "
+        "loss=lambda output, micro_batch: "
         "F.cross_entropy(output[0], micro_batch.targets)"
     )
 

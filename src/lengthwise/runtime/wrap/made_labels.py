@@ -69,8 +69,8 @@ class MadeLabels:
 
 
 def is_labels(value: Any) -> TypeGuard[Tensor]:
-    """Whether an argument can be labels of several tokens: integers, more than one."""
-    return _is_ids(value) and value.numel() > 1
+    """Whether an argument can be labels of a sequence: integers, one or more."""
+    return _is_ids(value) and value.numel() > 0
 
 
 def targets_of_loss(micro_batch: Any, loss: Tensor | None = None, *, is_checked: bool = True) -> int:

@@ -53,6 +53,8 @@ class LogitsKind(Enum):
     """What scores are before they are weights."""
 
     LOGITS = auto()
+    SHIFTED = auto()
+    """Logits minus the maximum of their row, which the softmax of them does not show, and another function might."""
     LOG_WEIGHTS = auto()
     EXPONENTIALS = auto()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import CheckError
 
 FEW_NUMBERS = 1 << 12
-"""A larger tensor is no counter and no running mean."""
+"""A larger tensor is no counter and no running mean; a larger container is known by its length."""
 DEPTH = 3
 """Containers and objects within one another that are looked into."""
 
@@ -100,7 +100,17 @@ def _values(model: nn.Module, saved_buffers: bool) -> Values:
 
 
 def _leaves(name: str, value: Any, seen: set[int], depth: int = 0) -> Values:
-    """An attribute, or what is in it, by name; ``seen``: objects that were looked into, such as a config."""
+    """An attribute, or what is in it, by name; ``seen``: objects that were looked into, such as a config.
+
+    What cannot be read is known by being the same object: a sparse tensor, one of inference mode, an odd property.
+    """
+    try:
+        return _read(name, value, seen, depth)
+    except Exception:  # whatever other people's classes raise
+        return {name: _Thing(value)}
+
+
+def _read(name: str, value: Any, seen: set[int], depth: int) -> Values:
     if isinstance(value, _WORDS):
         return {name: value}
     if isinstance(value, Tensor):
@@ -110,8 +120,9 @@ def _leaves(name: str, value: Any, seen: set[int], depth: int = 0) -> Values:
         return {}
     if depth >= DEPTH or isinstance(value, nn.Module | ModuleType) or callable(value):
         return {name: _Thing(value)}
-    if hasattr(value, "__dict__"):
-        seen.add(id(value))
+    seen.add(id(value))
+    if isinstance(value, dict | list | tuple) and len(value) > FEW_NUMBERS:
+        return {name: _Thing(value), f"{name} (its length)": len(value)}
     leaves: Values = {}
     for part, inner in _parts(value):
         leaves |= _leaves(f"{name}{part}", inner, seen, depth + 1)

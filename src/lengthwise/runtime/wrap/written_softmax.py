@@ -14,7 +14,8 @@ from lengthwise.runtime.wrap.manual_attention import CASTS, LogitsKind, ManualAt
 
 _OF_ROWS = {
     ("amax", LogitsKind.LOGITS): "maximum", ("max", LogitsKind.LOGITS): "maximum",
-    ("logsumexp", LogitsKind.LOGITS): "log of sum", ("sum", LogitsKind.EXPONENTIALS): "sum",
+    ("logsumexp", LogitsKind.LOGITS): "log of sum", ("logsumexp", LogitsKind.SHIFTED): "log of sum",
+    ("sum", LogitsKind.EXPONENTIALS): "sum",
 }  # fmt: skip
 """What a function gives of each row of scores, by its name and what they are."""
 _SUBTRACTIONS = ("sub", "subtract", "__sub__")
@@ -32,9 +33,14 @@ def part_of_softmax(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     keeps_numbers = name in CASTS or (name == "detach" and scores.row == "maximum")
     if keeps_numbers and args[0] is scores and (scores.row or attended.kind is not LogitsKind.LOGITS):
         return _with(scores, attended, function, args, kwargs)
+    is_logits = attended.kind in (LogitsKind.LOGITS, LogitsKind.SHIFTED)
     if name == "log_softmax" and args[0] is scores and _is_over_keys(scores, args[1:], kwargs):
         log_weights = replace(attended, kind=LogitsKind.LOG_WEIGHTS)
-        return _with(scores, log_weights, function, args, kwargs) if attended.kind is LogitsKind.LOGITS else None
+        return _with(scores, log_weights, function, args, kwargs) if is_logits and not scores.row else None
+    if name == "softmax" and attended.kind is LogitsKind.SHIFTED and not scores.row:
+        weights = replace(attended, kind=LogitsKind.LOGITS, is_weights=True)
+        is_over_keys = args[0] is scores and _is_over_keys(scores, args[1:], kwargs)
+        return _with(scores, weights, function, args, kwargs) if is_over_keys else None
     if name == "exp" and args[0] is scores and not scores.row and attended.kind is not LogitsKind.EXPONENTIALS:
         is_log = attended.kind is LogitsKind.LOG_WEIGHTS
         made = {"kind": LogitsKind.LOGITS, "is_weights": True} if is_log else {"kind": LogitsKind.EXPONENTIALS}
@@ -50,7 +56,7 @@ def _of_rows(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     if scores.row or rows.attended is not scores.attended:
         return None
     if name in _SUBTRACTIONS and rows.row == "maximum":
-        return _with(scores, scores.attended, function, args, kwargs)
+        return _with(scores, replace(scores.attended, kind=LogitsKind.SHIFTED), function, args, kwargs)
     if name in _SUBTRACTIONS and rows.row == "log of sum":
         return _with(scores, replace(scores.attended, kind=LogitsKind.LOG_WEIGHTS), function, args, kwargs)
     if name in _DIVISIONS and rows.row == "sum":
