@@ -89,7 +89,7 @@ def with_slices(
     options = in_slices(candidates)
     joined: dict[Candidate, None] = {}
     unsplit = [candidate for candidate in candidates if not candidate.scheme.zero_bubble] or candidates
-    whole = [candidate for candidate in unsplit if not candidate.scheme.shard_gradients]
+    unsharded = [candidate for candidate in unsplit if not candidate.scheme.shard_gradients]
     batches = list(samples[:COMPARED_BATCHES])
     longest = most_tokens(candidates)
     if options and longest < max_length:
@@ -99,7 +99,7 @@ def with_slices(
         elif largest.max_tokens > longest:
             joined[largest] = None
     for lengths in batches:
-        for compared in (unsplit, whole) if 0 < len(whole) < len(unsplit) else (unsplit,):
+        for compared in (unsplit, unsharded) if 0 < len(unsharded) < len(unsplit) else (unsplit,):
             joined |= dict.fromkeys(_that_pay(compared, options, lengths))
     return (*candidates, *joined)
 
