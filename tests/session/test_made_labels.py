@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
+from tests.session.loops import step_through
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.structures import Plain
 
@@ -154,10 +155,7 @@ def test_weights_of_made_labels_are_exact_in_packs_and_sequence_by_sequence(pack
     model = Plain().double()
     stock = copy.deepcopy(model)
     run = lw.prepare(model, rows(), steps=1, packing=packing, inputs=masked, **OPTIONS)
-    for step in run.steps():
-        for micro_batch in step:
-            step.backward(model(**micro_batch.inputs)[1])
-        step.update()
+    step_through(run)
     run.close()
     terms, total = [], 0
     for row in rows():
@@ -229,10 +227,7 @@ def test_labels_weigh_as_planned_where_others_say_which_count_and_classes_weigh_
     model = kind().double()
     stock = copy.deepcopy(model)
     run = lw.prepare(model, corpus, steps=1, inputs=inputs, packing="never", **OPTIONS)
-    for step in run.steps():
-        for micro_batch in step:
-            step.backward(model(**micro_batch.inputs))
-        step.update()
+    step_through(run, lambda loss, micro_batch: loss)
     run.close()
     tokens = [torch.as_tensor(row) for row in corpus]
     counts = [count(row) - 1 for row in tokens]

@@ -15,7 +15,7 @@ from lengthwise.runtime.verify.compute_settings import short_lengths
 from lengthwise.runtime.verify.stage_check import check_stages, cuts_of
 from tests.plan.costs import SimpleCost
 from tests.session import models
-from tests.session.loops import as_started_by_torchrun
+from tests.session.loops import as_started_by_torchrun, step_through
 
 OPTIONS = {
     "lr": 0.1, "optimizer": torch.optim.SGD, "clip_norm": 0.0, "steps": 1, "sequences_per_step": 6, "memory_gib": 40,
@@ -39,10 +39,7 @@ def after_a_step(longest):
     as_started_by_torchrun()
     model, rows = model_of(longest), rows_up_to(longest)
     run = lw.prepare(model, rows, **OPTIONS)
-    for step in run.steps():
-        for micro_batch in step:
-            step.backward(model(**micro_batch.inputs)[1])
-        step.update()
+    step_through(run)
     run.close()
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import lengthwise as lw
 from lengthwise.core.errors import InputError
 from tests.session import models
+from tests.session.loops import step_through
 
 OPTIONS = {"cost": models.mixed_cost(), "memory_gib": 40, "lr": 0.5, "optimizer": "sgd", "weight_decay": 0.0}
 OPTIONS |= {"clip_norm": 0.0, "steps": 1, "sequences_per_step": 40, "verbose": False, "packing": "always"}
@@ -67,10 +68,7 @@ def test_a_softmax_that_is_written_out_is_computed_in_packs(name):
     model = model_of(SOFTMAXES[name])
     stock, rows = copy.deepcopy(model), models.rows()
     run = lw.prepare(model, rows, **OPTIONS)
-    for step in run.steps():
-        for micro_batch in step:
-            step.backward(model(**micro_batch.inputs)[1])
-        step.update()
+    step_through(run)
     run.close()
     stock.zero_grad()
     for row in rows:

@@ -87,10 +87,14 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     if changes or everything is None:
         return None
     if size == 1:  # a class of the sequence
-        if first == everything or call.micro_batch.shard.num_slots == 1:
-            return None
-        return MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
+        is_class = first != everything and call.micro_batch.shard.num_slots > 1
+        return (
+            MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
+            if is_class
+            else None
+        )
     drops_first, drops_last = first == everything, last == everything
+    made = partial(MadeLabels, name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last)
     start, end, middle = int(drops_first), size - int(drops_last), size // 2
     if drops_first and drops_last and loss_of(_changed(labels, middle)) == everything:
         return None
@@ -99,11 +103,11 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     parts = [loss_of(_only(labels, part, ignored)) for part in (slice(start, middle), slice(middle, end))]
     before, after = parts
     if before is None or after is None:
-        return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=False)
+        return made(is_mean=False)
     mean = (before * (middle - start) + after * (end - middle)) / (end - start)
     if not (is_mean := is_close(everything, mean, run.state.compute_dtype)):
         check_no_sum(run, everything, before, after)
-    return MadeLabels(name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last, is_mean=is_mean)
+    return made(is_mean=is_mean)
 
 
 def _with_decoder_inputs(run: PreparedModel, call: _Call, labels: Tensor) -> _Call:
