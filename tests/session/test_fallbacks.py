@@ -1,5 +1,7 @@
 """Models that packs, or layers computed again, would change are computed by what is exact, with a warning of it."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,12 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
+from tests.runtime.harness import with_check
 from tests.session import models
+from tests.session.loops import as_started_by_torchrun, weights_of
 from tests.session.structure_runs import OPTIONS, build, rows, train_alone
+from tests.session.test_made_labels import prompt_hidden
+from tests.session.test_partial_calls import llama
 
 OWN_PLANS = {**OPTIONS, "steps": 1, "cost": models.mixed_cost(), "memory_gib": 40}
 BY_ITSELF = "no layer of {} is recomputed, as by recompute='none': exact, but what all layers save must fit"
@@ -106,3 +112,41 @@ def test_a_difference_that_is_there_without_recompute_is_not_laid_to_it():
     with pytest.raises(CheckError, match=r"in its loss, or in its backward\. check=False") as refused:
         lw.prepare(Weighted().double(), rows(), **{**OWN_PLANS, "recompute": "all", "packing": "always"})
     assert "every layer recomputed)" in str(refused.value) and "recompute='none'" not in str(refused.value)
+
+
+def trained_with_made_labels():
+    """Whether packs of two ranks were shared and what was said, of a model that shifts the labels of ``inputs=``."""
+    as_started_by_torchrun()
+    model, said = llama(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lengthwise").addHandler(handler)
+
+    def inputs(micro_batch):
+        own = torch.cat([prompt_hidden(torch.as_tensor(row)) for row in micro_batch.sequences])
+        return {"input_ids": micro_batch.tokens[None], "labels": micro_batch.own(own)[None]}
+
+    run = lw.prepare(model, rows(), inputs=inputs, **OWN_PLANS | {"policy": "auto"})
+    for step in run.steps():
+        degrees = {p.scheme.degree for p in step.plan.pipelines}
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs).loss)
+        step.update()
+    run.close()
+    logging.getLogger("lengthwise").removeHandler(handler)
+    return run.wrapped_model.by_sequence is None, degrees, said, weights_of(model)
+
+
+def test_packs_that_ranks_cannot_share_are_packs_of_single_ranks(ranks):
+    stock = llama()
+    tokens = [torch.as_tensor(row) for row in rows()]
+    counts = [int((prompt_hidden(row)[1:] != -100).sum()) for row in tokens]
+    for row, count in zip(tokens, counts):
+        (stock(input_ids=row[None], labels=prompt_hidden(row)[None]).loss * count / sum(counts)).backward()
+    for number, (in_packs, degrees, said, weights) in enumerate(ranks(2).run(with_check, trained_with_made_labels)):
+        assert in_packs and degrees == {1}
+        if number == 0:
+            assert any("no two ranks share a sequence of LlamaForCausalLM, as by max_degree=1" in text for text in said)
+        for name, parameter in stock.named_parameters():
+            expected = (parameter - OPTIONS["lr"] * parameter.grad).detach()
+            torch.testing.assert_close(torch.from_numpy(weights[name]), expected, rtol=0, atol=1e-6)

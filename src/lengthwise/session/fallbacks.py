@@ -1,6 +1,7 @@
 """What a model is computed by that packs, or layers computed again, would change: what is exact, with a warning."""
 
 import logging
+import re
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -26,10 +27,13 @@ class ComparedCalls(Enum):
 
 Learn = Callable[[PrepareOptions, ComparedCalls], PreparedModel]
 """Traces a model and compares it with itself."""
+OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
+"""What errors say of a pack whose sequences ranks share."""
 
 
 def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
-    """The model, traced and compared with itself: in packs where that is exact, else sequence by sequence.
+    """The model, traced and compared with itself: in packs where that is exact, shared by ranks or not, else sequence
+    by sequence.
 
     Also returns the options that are left it.
 
@@ -48,10 +52,15 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
     try:
         return _learned(chosen, learn, ComparedCalls.IN_PACKS)
     except (InputError, CheckError) as error:
-        asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
-        if chosen.packing == "always" or chosen.weights == "by-layer" or any(asks_for_packs):
-            raise
-        refusal = _reason(error)
+        first = error
+    if chosen.packing == "always":
+        raise first
+    if OF_SHARED.search(first.marked) and (learned := _learned_unshared(chosen, learn, first)) is not None:
+        return learned
+    asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
+    if chosen.weights == "by-layer" or any(asks_for_packs):
+        raise first
+    refusal = _reason(first)
     prepared, chosen = _learned_by_sequence(model, chosen, learn)
     if prepared.collator.compared_lengths:  # so that what was advised for the call does not help
         refusal = f"{refusal.partition('; say ')[0]}, a length that the corpus need not have"
@@ -60,6 +69,23 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
             "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
             type(model).__name__, refusal,
+        )  # fmt: skip
+    return prepared, chosen
+
+
+def _learned_unshared(
+    chosen: PrepareOptions, learn: Learn, first: InputError | CheckError
+) -> tuple[PreparedModel, PrepareOptions] | None:
+    """The model in packs that no two ranks share; None where these are not exact either."""
+    try:
+        prepared, chosen = _learned(chosen.model_copy(update={"max_degree": 1}), learn, ComparedCalls.IN_PACKS)
+    except (InputError, CheckError):
+        return None
+    if prepared.world.is_first:
+        _log.warning(
+            "no two ranks share a sequence of %s, as by max_degree=1: exact, but each must hold the longest; "
+            "packing='always' of prepare refuses instead. Shared it would not be exact: %s",
+            type(prepared.model).__name__, _reason(first),
         )  # fmt: skip
     return prepared, chosen
 

@@ -63,7 +63,7 @@ class ForwardInputs:
         positions = POSITIONS if self._is_hugging_face else optional & set(POSITIONS)
         added = ("shift_labels", "use_cache", *positions)
         stock = {name: value for name, value in inputs.items() if name not in added}
-        if not self._has_own_loss and self._shifts:
+        if self._shifts:
             stock["labels"] = micro_batch.unshifted_labels[None]
         return stock
 

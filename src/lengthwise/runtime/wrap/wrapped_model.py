@@ -269,8 +269,8 @@ class WrappedModel:
 
     @property
     def uses_labels(self) -> bool:
-        """Whether this is a transformers model that computes its own loss from ``labels``."""
-        return self.structure.is_hugging_face and self.make_inputs is None and self._loss is None
+        """Whether this is a transformers model that computes a loss of its own from ``labels``, given here."""
+        return self.structure.is_hugging_face and self.make_inputs is None
 
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
