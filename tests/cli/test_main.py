@@ -137,6 +137,7 @@ def test_tab_completes_commands_without_importing_any_and_options_of_the_command
 
 HELP_OF_ALL = """
 import os, sys, tests.no_torch
+import numpy, pydantic, rich.table, typer.rich_utils, yaml
 from lengthwise.cli.main import COMMANDS, main
 
 for command in COMMANDS:

@@ -30,6 +30,7 @@ class Outer:
     anything: Any = None
     by_name: Mapping[str, int] = field(default_factory=dict)
     plain: dict[str, int] = field(default_factory=dict)
+    perhaps: Inner | None = None
 
 
 GOOD = {"name": "a", "inner": {"size": 3}}
@@ -58,6 +59,7 @@ REFUSED = {
     "it has an unknown field surprise": GOOD | {"zeal": 1, "surprise": 1},
     "it has an unknown field inner.colour": GOOD | {"inner": {"size": 3, "colour": 1}},
     "name must be text, not 7": GOOD | {"name": 7},
+    "it has no perhaps.size": GOOD | {"perhaps": {"share": 1.0}},
     "inner must be an object, not 3": GOOD | {"inner": 3},
     "inner.size must be a whole number, not 3.0": GOOD | {"inner": {"size": 3.0}},
     "inner.size must be a whole number, not True": GOOD | {"inner": {"size": True}},

@@ -12,7 +12,9 @@ SMOOTHED = 1e-6
 """transformers adds smoothed losses in float32."""
 
 
-@pytest.mark.parametrize("kind", evaluations.KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.deep] * (kind == "trained")) for kind in evaluations.KINDS]
+)
 def test_an_evaluation_on_several_ranks_has_the_loss_of_transformers_on_one(kind, ranks, tmp_path):
     for rows_per_batch in (2,) if kind == "trained" else (2, 3):
         assert_evaluates_as_stock(kind, rows_per_batch, ranks, (3,) if rows_per_batch == 2 else (1, 2), tmp_path)
@@ -45,7 +47,8 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    "evaluated", ["as transformers", pytest.param("by an override", marks=pytest.mark.deep), "as a stream"]
+    "evaluated",
+    ["as transformers", *(pytest.param(k, marks=pytest.mark.deep) for k in ("by an override", "as a stream"))],
 )
 def test_a_resume_on_other_ranks_goes_on_with_the_best_loss_only_where_it_can_be_compared(
     evaluated, ranks, tmp_path, caplog

@@ -51,7 +51,7 @@ def prepared(model, rows, **options):
 
 
 @pytest.mark.parametrize("options", [{"cost": models.mixed_cost()}, {"packing": "never"}])
-@pytest.mark.parametrize("slots", [(16, 16, 16, 16), (8, 24, 40, 8)])
+@pytest.mark.parametrize("slots", [pytest.param((16, 16, 16, 16), marks=pytest.mark.deep), (8, 24, 40, 8)])
 def test_a_model_of_whole_blocks_is_trained_on_a_corpus_of_them(caplog, tmp_path, options, slots):
     torch.manual_seed(0)
     model = Blocks().double()

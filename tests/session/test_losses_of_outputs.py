@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn import functional as F
 
 import lengthwise as lw
+from lengthwise.core.errors import CheckError
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.test_made_labels import llama
 from tests.session.test_partial_calls import taking_no_shifted
@@ -61,3 +63,48 @@ def test_a_loss_that_adds_to_the_models_own_trains_what_a_plain_loop_trains(make
     run.close()
     for name, value in stock.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), value, rtol=0, atol=SAME)
+
+
+def classifier():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    options = {"classifier_dropout": 0.0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=VOCAB, num_labels=3, **sizes, **options)
+    ).double()
+
+
+def smoothed(output, labels):
+    return output.loss + F.cross_entropy(output.logits, labels, label_smoothing=0.1)
+
+
+def test_a_loss_of_a_sequences_class_trains_what_a_plain_loop_trains():
+    torch.manual_seed(0)
+    model = classifier()
+    stock = copy.deepcopy(model)
+    items = [{"input_ids": row, "label": number % 3} for number, row in enumerate(rows())]
+    for item in items:
+        label = torch.tensor([item["label"]])
+        loss = smoothed(stock(input_ids=torch.as_tensor(item["input_ids"])[None], labels=label), label)
+        (loss / len(items)).backward()
+
+    def loss(output, micro_batch):
+        return smoothed(output, micro_batch.labels[micro_batch.labels != -100])
+
+    run = lw.prepare(model, items, loss=loss, **OPTIONS | {"steps": 1})
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(loss(model(**micro_batch.inputs), micro_batch))
+        step.update()
+    run.close()
+    for name, value in stock.named_parameters():
+        expected = value - OPTIONS["lr"] * value.grad if value.grad is not None else value
+        torch.testing.assert_close(model.get_parameter(name), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("packing", "together"), [("always", "packs"), ("never", "micro-batches of several sequences")]
+)
+def test_a_loss_that_is_no_mean_over_targets_is_refused_by_that(packing, together):
+    refused = rf"learns something else from {together} than .*loss= makes has to be a mean over the targets"
+    with pytest.raises(CheckError, match=refused):
+        lw.prepare(llama().double(), rows(), loss=lambda o, m: o.loss.square(), packing=packing, steps=1, **OPTIONS)

@@ -65,7 +65,7 @@ def test_policies_are_compared_by_the_seconds_that_were_measured(table, lengths,
         ),
         ({"recompute": "all"}, {}, "measured with recompute=none, and plans are asked for with recompute=all"),
         ({"network_gbit_per_s": 100}, {}, "network_gbit_per_s is for costs from a data sheet"),
-        ({}, {"model_digest": "0" * 16}, "the profile is of model"),
+        ({}, {"model_digest": "0" * 16}, r"profile\.json: the profile is of model .* or leave profile out"),
     ],
 )
 def test_a_profile_of_something_else_is_refused(table, lengths, tmp_path, given, changes, message):

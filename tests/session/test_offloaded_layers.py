@@ -122,7 +122,9 @@ FAMILIES = {
     "name",
     # Layers of Llama and Qwen 3 are those of GPT-OSS but for experts, which are routed as Mixtral's are.
     [
-        pytest.param(name, marks=[pytest.mark.deep] * (name in ("llama", "qwen3", "mixtral", "modernbert")))
+        pytest.param(
+            name, marks=[pytest.mark.deep] * (name in ("llama", "qwen3", "mixtral", "modernbert", "gpt2 with dropout"))
+        )
         for name in FAMILIES
     ],
 )

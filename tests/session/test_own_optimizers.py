@@ -119,7 +119,7 @@ ALONE = {"muon": muon_and_adamw}
 """What a loop of one's own has instead."""
 DECAYS = ("nadam", "rmsprop", "matrices", "muon")
 """Those that know weight decay."""
-QUICK = ("muon", "counts in groups")
+QUICK = ("muon",)
 
 
 def loop_on_one_device(make, lr=1e-2, weight_decay=0.1):

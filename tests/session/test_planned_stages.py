@@ -312,7 +312,7 @@ def train_uncut(kind):
     ("kind", "reason"),
     [
         ("skipping", "learns something else in stages"),
-        ("skipping by layer", "the loss reads what layer 0 returned"),
+        pytest.param("skipping by layer", "the loss reads what layer 0 returned", marks=pytest.mark.deep),
         ("frozen", "frozen models compute beside it"),
         ("frozen later", ""),
         ("split", "so zero_bubble='all' splits no backward: max_stages=1"),

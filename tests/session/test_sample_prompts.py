@@ -40,7 +40,7 @@ def test_prompts_are_tokens_of_the_tokenizer_of_the_index(corpora):
     ("name", "settings", "message"),
     [
         ("text", {**PROMPTS, "preset": "bert-tiny"}, "predicts hidden tokens, so it continues no text"),
-        ("text", {**PROMPTS, "sample_prompts": [""]}, "'' has 0 tokens; a prompt has 1 to "),
+        ("text", {**PROMPTS, "sample_prompts": [""]}, "'' has no tokens; a prompt has at least 1"),
         ("ids", PROMPTS, "no tokenizer is known, since the index was made of token ids; name a model.hf"),
     ],
 )

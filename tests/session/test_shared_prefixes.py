@@ -125,7 +125,10 @@ def test_what_cannot_share_is_refused_with_the_reason(reason):
         _prepared(items, **options)
 
 
-@pytest.mark.parametrize("name", ["Bloom: by hand, with a bias by position", "Llama 4: chunked attention"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("Bloom: by hand, with a bias by position", marks=pytest.mark.deep), "Llama 4: chunked attention"],
+)
 def test_masks_of_a_models_own_are_refused(name):
     with pytest.raises(InputError, match="share_prefixes=True is for causal attention"):
         _prepared(groups(longest=9, vocab=37), model=CASES[name].build().double())

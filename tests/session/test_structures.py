@@ -16,7 +16,7 @@ EXACT = 1e-10
 NO_STAGES = (
     r"is not called|learns something else in stages|stages of a pipeline send each other hidden states alone|"
     r"which its stage alone gathers|outside of its layers|cannot form \d stages|of one layer|"
-    r"fails where plans compute it otherwise than its user, in stages"
+    r"fails where plans compute it otherwise than its user, in stages|the loss reads what layer \d returned"
 )
 """Why a step in pipeline stages is refused."""
 REFUSED = (
@@ -25,6 +25,7 @@ REFUSED = (
     r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
     r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
     r"without a tensor by which|must not depend on the data|"
+    r"keeps state between calls|"
     r"changes its parameter|is complex, and|between dense and sparse|expected m1 and m2 to have the same dtype"
 )
 """Why a model is refused."""
@@ -91,12 +92,16 @@ def all_names():
                 yield f"{stem}.{name}"
 
 
+NOT_ADAPTED = ("layer_forms.CheckpointsAttention",)
+"""Reentrant checkpoints of frozen inputs give adapters no gradients; left out here, as plans recompute, they do."""
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", list(all_names()))
 def test_every_structure_is_exact_or_refused_before_it_trains(ranks, name, num_ranks):
     for weights in ("whole", "by-layer") if num_ranks > 1 else ("whole",):
-        for is_adapted in (False, True):
+        for is_adapted in (False, True)[: 1 if name in NOT_ADAPTED else 2]:
             for found in ranks(num_ranks).run(with_check, outcomes, name, weights=weights, is_adapted=is_adapted):
                 if isinstance(found, str):
                     assert re.search(REFUSED, found), found

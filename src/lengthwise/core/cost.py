@@ -119,7 +119,10 @@ class LayerParts:
     def __post_init__(self) -> None:
         seconds, sizes = (self.attention_s, self.ffn_s), (self.attention_bytes, self.ffn_bytes)
         if not all(0 <= time_s <= MOST_SECONDS for time_s in seconds) or not all(0 <= n <= MOST_BYTES for n in sizes):
-            raise InputError(f"the parts of a layer in a profile take {seconds} seconds and {sizes} bytes")
+            raise InputError(
+                f"the parts of a layer in a profile take {seconds} seconds and {sizes} bytes; a time is from 0 to "
+                f"{MOST_SECONDS:g} seconds, a size from 0 to {MOST_BYTES:,} bytes"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +141,18 @@ class ProfileRow:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > MOST_TOKENS:
-            raise InputError(f"a row of a profile has lengths {brief(self.lengths)}; each is at least 1 token")
+            raise InputError(
+                f"a row of a profile has lengths {brief(self.lengths)}; each is 1 to {MOST_TOKENS:,} tokens"
+            )
         if not LEAST_SECONDS <= self.time_s <= MOST_SECONDS or not 0 <= self.spread_s <= MOST_SECONDS:
             raise InputError(
                 f"the row of {sum(self.lengths):,} tokens has time_s {self.time_s} and spread_s {self.spread_s}; a "
                 f"time is from {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds"
             )
         if not 1 <= self.kept_bytes <= MOST_BYTES:
-            raise InputError(f"the row of {sum(self.lengths):,} tokens keeps {self.kept_bytes} bytes; the least is 1")
+            raise InputError(
+                f"the row of {sum(self.lengths):,} tokens keeps {self.kept_bytes} bytes; it is 1 to {MOST_BYTES:,}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

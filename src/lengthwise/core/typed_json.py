@@ -63,6 +63,8 @@ def _as_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]
 
 
 def _first_that_takes(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    if isinstance(value, dict) and (objects := [kind for kind in kinds if is_dataclass(kind)]):
+        return _converted(objects[0], value, where)  # whose error says what is wrong within it
     for kind in kinds:
         try:
             return _converted(kind, value, where)

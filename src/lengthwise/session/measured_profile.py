@@ -58,11 +58,17 @@ class MeasuredProfile:
             )
         cluster = with_measured_links(cluster, self.table.links)
         tables = tables_by_scheme(self.table, num_layers=model.num_layers)
-        if not is_learned:
-            return FittedCost(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
-        from lengthwise.cost.profiled.hybrid import HybridCost
+        kind: type[ProfiledCost] = FittedCost
+        if is_learned:
+            from lengthwise.cost.profiled.hybrid import HybridCost
 
-        return HybridCost(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
+            kind = HybridCost
+        try:
+            return kind(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
+        except InputError as error:
+            raise error.with_message(
+                f"{self.path}: {error.marked}; or leave {Setting.PROFILE} out for analytic costs"
+            ) from None
 
     def in_words(self, error: CostError | None) -> str:
         """Where costs come from, and how far they are from the measurements."""

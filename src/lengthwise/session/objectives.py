@@ -40,7 +40,8 @@ def base_model(model: nn.Module) -> nn.Module:
 def labels_sequences(model: nn.Module, options: PrepareOptions) -> bool:
     """Whether a model takes one label for each sequence; it is computed sequence by sequence then."""
     inner = base_model(model)
-    return _is_hugging_face(inner) and options.loss is None and type(inner).__name__.endswith(_OF_SEQUENCES)
+    makes_all = options.loss is not None and options.inputs is not None
+    return _is_hugging_face(inner) and not makes_all and type(inner).__name__.endswith(_OF_SEQUENCES)
 
 
 def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColumns:

@@ -38,6 +38,8 @@ def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec | StockModel) 
     max_length = spec.max_positions if isinstance(spec, ModelSpec) else spec.context_length
     longest = (max_length or MOST_TOKENS) - 1
     for text, tokens in prompts:
+        if not tokens:
+            raise InputError(f"train.sample_prompts: {brief(text)} has no tokens; a prompt has at least 1")
         if not 0 < len(tokens) <= longest or max(tokens) >= spec.vocab_size:
             raise InputError(
                 f"train.sample_prompts: {brief(text)} has {len(tokens):,} tokens; a prompt has 1 to {longest:,}, of "

@@ -12,7 +12,7 @@ from tests.runtime.loop.loops import STEPS, make_run, model_of, plain_loop, weig
 
 MODES = [
     pytest.param(torch.float64, 2, {}, id="whole", marks=pytest.mark.deep),
-    pytest.param(torch.float64, 2, {"by_layer": True}, id="by layer"),
+    pytest.param(torch.float64, 2, {"by_layer": True}, id="by layer", marks=pytest.mark.deep),
     pytest.param(torch.float64, 2, {"stages": 2}, id="stages"),
     pytest.param(torch.bfloat16, 2, {}, id="whole, bfloat16"),
     pytest.param(torch.bfloat16, 2, {"by_layer": True}, id="by layer, bfloat16", marks=pytest.mark.deep),

@@ -95,7 +95,7 @@ def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to
         pytest.param(Case(build=partial(built, TorchEncoder, True, True), **LOGITS), marks=pytest.mark.deep),
         Case(build=partial(built, TorchEncoder, True, False), **LOGITS),
         pytest.param(Case(build=partial(built, TorchEncoder, False, True), **BOTH_WAYS), marks=pytest.mark.deep),
-        Case(build=partial(built, Tagger), **BOTH_WAYS),
+        pytest.param(Case(build=partial(built, Tagger), **BOTH_WAYS), marks=pytest.mark.deep),
         Case(build=partial(built, UnevenHeads), **LOGITS),
     ],
     ids=[

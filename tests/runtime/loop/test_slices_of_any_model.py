@@ -70,7 +70,6 @@ GROUPS = {"one": ONE, "two stages": TWO, "three stages": THREE, "mixed": FOUR, "
 QUICK = {
     ("llama", "one"),
     ("llama", "mixed"),
-    ("mistral", "two stages"),
     ("gpt2", "three stages"),
     ("qwen3", "three ranks"),
 }

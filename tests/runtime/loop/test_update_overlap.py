@@ -110,7 +110,9 @@ Where that is split, gradients of weights come last, those of the first layer wi
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.deep] * (kind == "stages")) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.deep] * (kind in ("stages", "an idle rank"))) for kind in KINDS]
+)
 def test_steps_are_the_same_to_the_last_bit_with_pushes_and_pulls_beneath_passes(ranks, kind):
     found = ranks(3).run(overlapped_and_not, kind)
     assert [pushed for pushed, _, _ in found] == [NUM_STEPS * number for number in PUSHED[kind]]

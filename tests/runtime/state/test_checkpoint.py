@@ -73,8 +73,7 @@ def _check_skipped(path):
     ("num_writers", "num_readers", "settings"),
     [
         (2, 4, OPTIMIZERS[-1]),
-        (3, 1, OPTIMIZERS[0]),
-        *(pytest.param(4, n, OPTIMIZERS[at], marks=pytest.mark.deep) for n, at in ((3, 0), (1, 1))),
+        *(pytest.param(m, n, OPTIMIZERS[at], marks=pytest.mark.deep) for m, n, at in ((3, 1, 0), (4, 3, 0), (4, 1, 1))),
     ],
 )
 def test_any_number_of_ranks_reads_what_any_other_wrote(ranks, tmp_path, settings, num_writers, num_readers):

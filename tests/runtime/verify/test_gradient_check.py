@@ -118,7 +118,7 @@ EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
 
 @pytest.mark.parametrize(
     ("oddity", "num_ranks"),
-    [pytest.param(*case, marks=[pytest.mark.deep] * (case[1] == 2)) for case in EXACT],
+    [pytest.param(*case, marks=[pytest.mark.deep] * (case[1] == 2 or "sinks" in case[0])) for case in EXACT],
 )
 def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)

@@ -64,7 +64,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4", "Gemma 2"))) for name in CASES],
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4", "Gemma 2", "Bloom")))
+        for name in CASES
+    ],
 )
 def test_attention_of_a_family_is_that_of_its_stock_model_at_degrees_1_to_3(ranks, name):
     for result in ranks(3).run(step_on_ranks, CASES[name], DEGREES):

@@ -63,7 +63,9 @@ def model_of(softmax):
     return model
 
 
-@pytest.mark.parametrize("name", SOFTMAXES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name in ("exp", "logsumexp"))) for name in SOFTMAXES]
+)
 def test_a_softmax_that_is_written_out_is_computed_in_packs(name):
     model = model_of(SOFTMAXES[name])
     stock, rows = copy.deepcopy(model), models.rows()

@@ -94,7 +94,10 @@ def fit(table: ProfileTable) -> Fit:
         InputError: too few rows.
     """
     if len(table.rows) < MIN_ROWS:
-        raise InputError(f"the profile has {len(table.rows)} rows; fitting a, b and c needs at least {MIN_ROWS}")
+        raise InputError(
+            f"the profile has {len(table.rows)} rows, and fitting a, b and c needs at least {MIN_ROWS}; measure more "
+            "lengths with: lengthwise profile"
+        )
     times = np.array([row.time_s for row in table.rows])
     tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)

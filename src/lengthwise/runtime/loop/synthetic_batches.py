@@ -147,10 +147,18 @@ def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
     return np.concatenate([tokens[:-1], like[-1:]])
 
 
+def _first_alone(labels_of: Callable[[int], np.ndarray], ignored: int, sequence: int, /) -> np.ndarray:
+    """The label of a whole sequence, at its first token as that of items."""
+    labels = labels_of(sequence)
+    return np.concatenate([labels[:1], np.full_like(labels[1:], ignored)])
+
+
 @contextmanager
 def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
     """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes."""
     before = run.collator
+    if run.wrapped_model.labels_sequences:
+        changes["labels"] = partial(_first_alone, changes["labels"], before.ignore_index)
     run.collator = replace(before, **changes, special=None, shared=None)
     try:
         yield

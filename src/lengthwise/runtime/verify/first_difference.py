@@ -126,6 +126,8 @@ def locate_difference(
                 ": layers that share state beside their arguments cannot be recomputed; set "
                 f"{Setting.RECOMPUTE}=none for them"
             )
+        elif run.wrapped_model.has_own_loss:
+            words += ": what loss= makes has to be a mean over the targets of a micro-batch"
         return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)
     return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"

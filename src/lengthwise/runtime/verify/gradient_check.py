@@ -333,9 +333,10 @@ def _verdict(
     )  # fmt: skip
     source = int(ratios.nan_to_num(torch.inf).argmax())
     name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
+    together = "packs" if run.wrapped_model.by_sequence is None else "micro-batches of several sequences"
     raise CheckError(
-        f"{type(run.model).__name__} learns something else from packs than from its sequences one by one, called as "
-        f"its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"
+        f"{type(run.model).__name__} learns something else from {together} than from its sequences one by one, called "
+        f"as its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"
     )
 
 

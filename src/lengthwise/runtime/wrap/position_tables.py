@@ -65,8 +65,7 @@ class PositionTable:
             seen = seen & (keys >= queries[:, None] - self.before)
         if self.inside is True and self.outside is False:
             return seen[None]
-        inside, outside = (torch.tensor(value, device=keys.device) for value in (self.inside, self.outside))
-        return torch.where(seen, inside, outside)[None]
+        return torch.where(seen, self.inside, self.outside)[None]
 
     def diagonal(self, positions: Tensor) -> Tensor | float | bool:
         """[1 or heads, positions, 1] the values of positions with themselves."""

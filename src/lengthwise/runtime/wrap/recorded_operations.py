@@ -148,9 +148,8 @@ def _as_band(values: Tensor) -> PositionTable | None:
     """A tensor of two values, one of them where a slot is within a window, as that; None: it is none."""
     length, inside = values.shape[-1], values[0, 0, 0]
     seen = values == inside
-    hidden = values[~seen]
-    outside = hidden[0] if len(hidden) else inside
-    if bool((hidden != outside).any()):
+    outside = values.take((~seen).to(torch.uint8).argmax())  # the first that is hidden, or inside if none is
+    if not bool((seen | (values == outside)).all()):
         return None
     before, after = (int(seen[0, -1].sum()) - 1, int(seen[0, 0].sum()) - 1)
     before, after = (OPEN if size == length - 1 else size for size in (before, after))

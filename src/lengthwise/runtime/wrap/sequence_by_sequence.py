@@ -2,8 +2,9 @@
 
 What packs and shards would change is exact this way whatever the model does: convolutions, recurrences, encoders with a
 decoder, lengths that its factors depend on. Outputs are put together as a pack would have them: what has an axis of
-slots end to end, losses as their mean weighted by the targets of each sequence. Random numbers are those of the step
-and the sequence, whatever else is in the micro-batch.
+slots end to end, losses as their mean weighted by the targets of each sequence, and what there is one of for each
+sequence, where it has one label, as the rows of a batch. Random numbers are those of the step and the sequence,
+whatever else is in the micro-batch.
 """
 
 import random
@@ -48,11 +49,12 @@ class SequenceBySequence:
         make: Callable[..., dict[str, Any]] | None = None,
         *,
         made_labels: Callable[[], MadeLabels | None] = lambda: None,
+        labels_sequences: bool = False,
     ) -> None:
         """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none;
-        ``made_labels``: how the loss uses labels among them.
+        ``made_labels``: how the loss uses labels among them; ``labels_sequences``: a sequence has one label.
         """
-        self._made_labels = made_labels
+        self._made_labels, self._labels_sequences = made_labels, labels_sequences
         self._forward, self._name, self._make = forward, model_name, make
         self._parameters = list(signature(forward).parameters)
         self._input_axes: dict[str, int | None] = {}
@@ -185,6 +187,8 @@ class SequenceBySequence:
             return _weighted_mean(values, counts)
         if len(values) == 1:
             return values[0]
+        if self._labels_sequences and all(value.shape == (1, *values[0].shape[1:]) for value in values):
+            return torch.cat(values)
         return not_combined(f"output{name} of {self._name}")
 
 

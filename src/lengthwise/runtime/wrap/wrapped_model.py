@@ -86,7 +86,8 @@ class WrappedModel:
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
         """
-        self.model, self.objective, parts = model, objective, hugging_face_models(model)
+        self.model, self.objective, self.labels_sequences = model, objective, labels_sequences
+        parts = hugging_face_models(model)
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
@@ -127,8 +128,9 @@ class WrappedModel:
 
     def _by_sequence(self) -> SequenceBySequence:
         return SequenceBySequence(
-            self._forward, type(self.model).__name__, self.make_inputs, made_labels=lambda: self.labels.made
-        )
+            self._forward, type(self.model).__name__, self.make_inputs, made_labels=lambda: self.labels.made,
+            labels_sequences=self.labels_sequences,
+        )  # fmt: skip
 
     def targets_of(self, micro_batch: MicroBatch) -> int:
         """The number of targets of a micro-batch: of the labels that ``inputs=`` makes for it, or as it is planned."""
