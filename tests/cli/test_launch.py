@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+from lengthwise.cli import train_config
 from lengthwise.cli.launch import SAFE_PATH, _only_installed_modules, prefer_expandable_segments
+from lengthwise.cli.restart import CRASHED, DONE, read_status, write_status
+from lengthwise.core.run_folder import RunFolder
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -44,3 +47,21 @@ def test_no_file_of_the_current_folder_stands_for_a_module_in_ranks(tmp_path, mo
     with _only_installed_modules():
         assert code() == 0
     assert SAFE_PATH not in os.environ
+
+
+@pytest.mark.parametrize("state", [DONE, "running"])
+def test_an_interrupt_that_comes_when_all_is_trained_ends_a_run_well(tmp_path, monkeypatch, capsys, state):
+    folder = RunFolder(tmp_path / "run")
+
+    def torchrun(*arguments, **options):
+        write_status(folder, state, exit_code=0 if state == DONE else None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_config, "torchrun", torchrun)
+    if state == DONE:
+        train_config.launch(folder, [], nproc=1)
+        assert "done; next: lengthwise report" in capsys.readouterr().err
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train_config.launch(folder, [], nproc=1)
+    assert read_status(folder)["state"] == (state if state == DONE else CRASHED)

@@ -14,6 +14,7 @@ from lengthwise.cli.ending import ask_to_stop, error_of, way_on
 from lengthwise.cli.failures import failures_of_run
 from lengthwise.cli.launch import (
     RUN_FOLDER_VARIABLE,
+    LaunchOutcome,
     check_nproc,
     check_torch,
     is_rank,
@@ -21,7 +22,7 @@ from lengthwise.cli.launch import (
     torchrun,
 )
 from lengthwise.cli.refused_resume import EarlierStatus, check_paths, check_settings
-from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
+from lengthwise.cli.restart import CRASHED, DONE, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
 from lengthwise.core.atomic_write import shell_word, shown
@@ -228,14 +229,16 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
             ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
         )
     except KeyboardInterrupt:
-        _note_interrupted(folder)
-        earlier.put_back()
-        raise
+        if read_status(folder).get("state") != DONE:  # else it came when nothing was left to do
+            _note_interrupted(folder)
+            earlier.put_back()
+            raise
+        ended = LaunchOutcome(well=True, was_asked=True)
     finally:
         with suppress(OSError):
             folder.stop.unlink(missing_ok=True)
     status = read_status(folder)
-    if ended and status.get("state") == "done":
+    if ended and status.get("state") == DONE:
         is_tuned = (folder.model_files / "config.json").is_file()
         log.print(f"done; next: lengthwise report {shell_word(folder.path)}", markup=False, soft_wrap=True)
         if is_tuned:

@@ -65,7 +65,8 @@ class PositionTable:
             seen = seen & (keys >= queries[:, None] - self.before)
         if self.inside is True and self.outside is False:
             return seen[None]
-        return torch.where(seen, self.inside, self.outside)[None]
+        inside, outside = (torch.tensor(value).to(keys.device) for value in (self.inside, self.outside))
+        return torch.where(seen, inside, outside)[None]
 
     def diagonal(self, positions: Tensor) -> Tensor | float | bool:
         """[1 or heads, positions, 1] the values of positions with themselves."""
