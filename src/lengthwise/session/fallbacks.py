@@ -52,9 +52,9 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
     try:
         return _learned(chosen, learn, ComparedCalls.IN_PACKS)
     except (InputError, CheckError) as error:
-        first = error
-    if chosen.packing == "always":
-        raise first
+        if chosen.packing == "always":
+            raise
+        first = error.with_traceback(None)  # whose frames would hold what was learned of the model, with its state
     if OF_SHARED.search(first.marked) and (learned := _learned_unshared(chosen, learn, first)) is not None:
         return learned
     asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
