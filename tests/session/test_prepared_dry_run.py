@@ -33,6 +33,11 @@ MODELS = {
         "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
+BY_HAND = {
+    "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4,
+    "vocab_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
+}  # fmt: skip
+"""Of a model that computes attention without a kernel, with a bias for every pair of tokens."""
 NUM_RANKS, TOKENS = 4, 32768
 ROUNDED = 4096
 """Bytes of padding of all units."""
@@ -118,6 +123,14 @@ def is_needed(degree, method, lengths, variant):
     return degree > 1 or not (variant["split_backward"] or (variant["head_groups"] > 1 and lengths != (TOKENS,)))
 
 
+def profile_by_hand(folder, config):
+    """The request for a profile of ``BY_HAND``."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(BY_HAND))
+    trial = PreparedDryRun(config, read_stock_model(folder), cluster_preset("1xcpu"))
+    return trial.profile_request(96, [(1, Method.DENSE)], (32,) * 3)
+
+
 @pytest.fixture(
     scope="module", params=[name if name == "llama" else pytest.param(name, marks=pytest.mark.deep) for name in MODELS]
 )
@@ -136,12 +149,12 @@ def dry_runs(request, tmp_path_factory):
     variants = AS_PREPARED, LayerVariant(head_groups=2), *[SPLIT_BACKWARD] * ("split backwards" in plans)
     profiled = trial.profile_request(TOKENS, schemes, variants=variants)
     profiled["packs"] = [pack for pack in profiled["packs"] if is_needed(*pack)]
-    (profile,), *answers = run_process([profiled, *steps])
+    (profile,), (by_hand,), *answers = run_process([profiled, profile_by_hand(folder / "by hand", config), *steps])
     costs = {
         name: trial.cost_of(profile, longest=TOKENS, weights="by-layer" if name == "by-layer" else "whole")
         for name in plans
     }
-    counted = {"counted layers": profile["rows"]}
+    counted = {"counted layers": profile["rows"], "by hand": by_hand}
     return counted | {
         name: [trial.beside_prediction(plan, costs[name], row, num_kept=0) for row in rows]
         for (name, plan), rows in zip(plans.items(), answers)
@@ -215,6 +228,10 @@ def test_groups_of_heads_keep_the_outputs_of_attention_once(dry_runs):
     assert kept_bytes[TOKENS, 1, 1] == pytest.approx(kept_bytes[TOKENS, 1, 2], rel=1e-3)
 
 
+def test_attention_by_hand_with_biases_is_traced_in_packs(dry_runs):
+    assert dry_runs["by hand"]["by_sequence"] == ""
+
+
 @pytest.mark.deep
 def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["llama"], "model_type": "llama"}))
@@ -240,11 +257,7 @@ def test_stages_are_run_and_hold_what_the_memory_model_says_of_each(tmp_path):
 @pytest.mark.deep
 def test_biases_of_every_pair_of_tokens_are_predicted_and_are_gone_when_they_are_learned(tmp_path):
     """Of a small Bloom they are most of the peak; tensors without a device (meta) are no part of it."""
-    document = {
-        "architectures": ["BloomForCausalLM"], "model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 4,
-        "vocab_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text(json.dumps(BY_HAND))
     trial = PreparedDryRun(load(None, ["train.dtype=bfloat16"]), read_stock_model(tmp_path), cluster_preset("2xcpu"))
     packs = [Pack(ids=tuple(range(n, n + 4)), lengths=(768,) * 4) for n in (0, 4, 8, 12)]
     micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
