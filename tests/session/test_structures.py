@@ -26,7 +26,8 @@ REFUSED = (
     r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
     r"without a tensor by which|must not depend on the data|"
     r"keeps state between calls|"
-    r"changes its parameter|is complex, and|between dense and sparse|expected m1 and m2 to have the same dtype"
+    r"there is a hook on the gradient of blocks|changes its parameter|is complex, and|"
+    r"between dense and sparse|expected m1 and m2 to have the same dtype"
 )
 """Why a model is refused."""
 MENDED = {

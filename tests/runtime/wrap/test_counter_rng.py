@@ -193,6 +193,15 @@ def test_draws_differ_between_steps_seeds_calls_sequences_positions_and_channels
         assert abs(agree - 0.5) < 5 * 0.5 / num, f"{what}: {agree} agree"
 
 
+def test_seeds_share_no_draws_whatever_the_step():
+    """As they would if some steps of one seed had the draws of other steps of another."""
+    shards = [shard_of((16,), seed=seed, step=step) for seed in (0, 1, 2, 3, 1000) for step in range(4)]
+    draws = [normal_like(torch.empty(16, 2, dtype=torch.float64), 0, 0, shard) for shard in shards]
+    assert len(torch.cat(draws).unique()) == 16 * 2 * len(shards)
+    sequences = [noise.uniform_sequences(shard, 0)[:1] for shard in shards]
+    assert len(torch.cat(sequences).unique()) == len(shards)
+
+
 def test_weights_of_attention_are_dropped_by_call_sequence_and_head():
     """Heads that another rank computes have the draws that they have where one rank computes all."""
     num, shard = 64, shard_of((64,))

@@ -19,6 +19,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_output
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
 
 DIFFERS = 1e-6
 """Relative difference of outputs that is more than rounding."""
@@ -128,6 +129,12 @@ def locate_difference(
             )
         elif run.wrapped_model.has_own_loss:
             words += ": what loss= makes has to be a mean over the targets of a micro-batch"
+        elif hooks := sorted(hooks_on_gradients(run.model)):
+            words += (
+                f": there is {hooks[0]}, and one that clips, or changes a gradient in any way that is not linear, "
+                "changes the sum of several sequences otherwise than each of them; do it once a step, in the "
+                "optimizer, or clip their norm by max_grad_norm"
+            )
         return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)
     return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"

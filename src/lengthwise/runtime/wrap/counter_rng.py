@@ -56,7 +56,7 @@ def mix_word(x: int) -> int:
 
 
 def _key(shard: PackShard, *words: int) -> int:
-    state = shard.seed & _WORD
+    state = mix_word(shard.seed & _WORD)  # or seed and step would count by their exclusive or alone
     for word in (shard.step, *words):
         state = mix_word(state ^ (word & _WORD))
     return _signed(state)
