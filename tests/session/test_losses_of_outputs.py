@@ -1,15 +1,18 @@
 """Losses that ``loss=`` makes of the model's own train what a plain loop trains, in packs and sequence by sequence."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, InputError
+from tests.session.models import gpt
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.test_made_labels import llama
 from tests.session.test_partial_calls import taking_no_shifted
@@ -108,3 +111,33 @@ def test_a_loss_that_is_no_mean_over_targets_is_refused_by_that(packing, togethe
     refused = rf"learns something else from {together} than .*loss= makes has to be a mean over the targets"
     with pytest.raises(CheckError, match=refused):
         lw.prepare(llama().double(), rows(), loss=lambda o, m: o.loss.square(), packing=packing, steps=1, **OPTIONS)
+
+
+def scaled_loss(factor, output, micro_batch):
+    return F.cross_entropy(output[0][0] * factor, micro_batch.labels)
+
+
+mean_loss = partial(scaled_loss, 1.0)
+
+
+@pytest.mark.parametrize("make", [nn.Parameter, lambda value: value.requires_grad_()], ids=["parameter", "tensor"])
+def test_trained_tensors_that_are_no_parameters_of_the_model_are_refused_wherever_a_loss_reads_them(make):
+    temperature = make(torch.ones((), dtype=torch.float64))
+    refused = r"the loss of GPT reads a tensor \[\] that requires a gradient and is no parameter of the model"
+    with pytest.raises(InputError, match=refused):
+        lw.prepare(gpt(), rows(), loss=partial(scaled_loss, temperature), steps=1, **OPTIONS)
+    assert temperature.grad is None
+    model = gpt()
+    run = lw.prepare(model, rows(), loss=mean_loss, steps=3, **OPTIONS)
+    with pytest.raises(InputError, match=refused):
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(scaled_loss(temperature, model(**micro_batch.inputs), micro_batch))
+            step.update()
+    run.close()
+
+
+@pytest.mark.parametrize("loss", [lambda *call: mean_loss(*call).detach(), lambda *call: torch.tensor(3.0)])
+def test_losses_without_a_gradient_are_refused_before_training(loss):
+    with pytest.raises(InputError, match=r"the loss has no gradient: it was detached"):
+        lw.prepare(gpt(), rows(), loss=loss, steps=1, **OPTIONS)

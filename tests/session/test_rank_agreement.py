@@ -3,6 +3,7 @@
 import random
 import time
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -59,12 +60,17 @@ DIFFERENT = {
     ),
     "steps": (lambda rank: (models.gpt(), models.rows(), {"steps": 2 + rank}), "options.steps is"),
     "policy": (lambda rank: (models.gpt(), models.rows(), {"policy": ("auto", "static")[rank]}), "options.policy is"),
+    "a tensor": (lambda rank: (models.gpt(), models.rows(), {"loss": partial(max, bfloat16(rank))}), "options.loss is"),
     "tokens": (lambda rank: (models.gpt(), other_tokens() if rank else models.rows(), {}), "corpus.content is"),
     "labels": (lambda rank: (models.gpt(), other_labels(rank), {}), "corpus.content is"),
     "lengths": (lambda rank: (models.gpt(), models.rows(seed=rank), {}), "corpus.lengths is"),
     "number": (lambda rank: (models.gpt(), models.rows(40 - rank), {}), "corpus.num_sequences is 40 on rank 0, 39"),
     "an empty item": (lambda rank: (models.gpt(), models.rows() + [[]] * rank, {}), "item 40"),
 }  # fmt: skip
+
+
+def bfloat16(number):
+    return torch.full((2,), number, dtype=torch.bfloat16, requires_grad=True)
 
 
 def _frozen_head():

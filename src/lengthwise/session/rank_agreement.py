@@ -94,7 +94,11 @@ def _add(state: "hashlib.blake2b", values: Any) -> None:
 
 def _plain(value: Any) -> Any:
     """An option as numbers, texts and lists."""
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+        state = hashlib.blake2b(str(value.dtype).encode(), digest_size=8)
+        _add(state, value.detach().cpu().reshape(-1).view(torch.uint8))  # NumPy has no bfloat16
+        return f"{list(value.shape)} {state.hexdigest()}"
+    if isinstance(value, np.ndarray):
         state = hashlib.blake2b(digest_size=8)
         _add(state, value)
         return f"{list(value.shape)} {state.hexdigest()}"

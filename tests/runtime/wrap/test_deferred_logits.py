@@ -117,6 +117,14 @@ def test_low_precision_is_that_of_whole_logits(use: str, autocast: bool) -> None
         torch.testing.assert_close(other.grad, parameter.grad, rtol=5e-2, atol=5e-2 * float(parameter.grad.abs().max()))
 
 
+def test_autocast_leaves_float64_as_it_is() -> None:
+    stock, deferred, x = _model()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = deferred(x)
+        assert logits.dtype is stock(x).dtype is torch.float64
+        torch.testing.assert_close(logits.logsumexp(-1), stock(x).logsumexp(-1), rtol=1e-12, atol=0)
+
+
 def test_no_chunk_is_larger_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     _, deferred, x = _model()
     largest = 0

@@ -131,6 +131,7 @@ class CoupledStep(Step):
         checked = check_values(values, len(numbers), form=form)
         if self._position in self._kept:
             check_form(checked.sum(), len(shard.passes), "sum of the values")
+            self.run.trained_outside.check_new(checked.sum(), side)
             self._waiting[self._position] = micro_batch, checked.clone(), None if side is None else side.clone()
         scripts = tuple(forward.script for forward in shard.passes)
         self._seen_forwards = scripts

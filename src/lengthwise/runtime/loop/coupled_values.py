@@ -19,7 +19,7 @@ from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.wrap.collator import PackCollator
-from lengthwise.runtime.wrap.gradient_changes import graph_of
+from lengthwise.runtime.wrap.gradient_changes import leaves_of
 from lengthwise.runtime.wrap.unit_members import Units
 
 CoupledLoss = Callable[..., Tensor]
@@ -177,9 +177,8 @@ def _parameters_in(loss: Tensor, values: Tensor, parameters: Mapping[str, Tensor
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     parameters_read = dict[str, Tensor]()
-    for node in graph_of(loss):
-        read = getattr(node, "variable", None)  # of a leaf
-        if read is None or read is values:
+    for read in leaves_of(loss):
+        if read is values:
             continue
         if id(read) not in names:
             raise InputError(

@@ -42,6 +42,7 @@ from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
+from lengthwise.runtime.wrap.trained_outside import TrainedOutside
 
 Planner = Callable[[GlobalBatch], StepPlan]
 _log = logging.getLogger("lengthwise")
@@ -105,7 +106,8 @@ class Run(WatchedModel):
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
-        self.loss_check, self.meter, self.ledger = LossCheck(), DeviceMeter(self.world.device), LoopLedger()
+        self.loss_check, self.trained_outside = LossCheck(), TrainedOutside(self.model)
+        self.meter, self.ledger = DeviceMeter(self.world.device), LoopLedger()
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out, or of which no token has a loss."""

@@ -26,6 +26,7 @@ from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.trained_outside import TrainedOutside
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 
@@ -82,6 +83,7 @@ class RunState(MicroBatchMaker, UsualScripts, Protocol):
     meter: DeviceMeter
     gradients: LoopGradients
     loss_check: LossCheck
+    trained_outside: TrainedOutside
     unprepared: UnpreparedModels
     ledger: LoopLedger
     skipped: list[int]

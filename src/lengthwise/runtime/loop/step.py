@@ -220,6 +220,7 @@ class Step:
         """Check and weigh a loss; what is returned runs its backward."""
         shard = micro_batch.shard
         check_form(loss, len(shard.passes))
+        self.run.trained_outside.check_new(loss, side)
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
         if mean_over in (None, "targets", "tokens") and self.run.wrapped_model.by_sequence is None:

@@ -20,7 +20,9 @@ from lengthwise.runtime.verify.observe_exchanges import observe_script
 from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
 from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.label_convention import LabelConvention
+from lengthwise.runtime.wrap.loss_check import check_has_gradient
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
+from lengthwise.runtime.wrap.trained_outside import TrainedOutside
 
 
 def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
@@ -49,7 +51,8 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
             makes_labels=conventions.made is not None and conventions.made.is_mean,
         )
     with synthetic(run, lengths), noise_free(run), _rows_named(run):
-        run.wrapped_model.learn([partial(_forward, run, 0), partial(_forward, run, 1)], lengths)
+        forward = partial(_forward, run, TrainedOutside(run.model))
+        run.wrapped_model.learn([partial(forward, 0), partial(forward, 1)], lengths)
         if run.gather is not None:
             run.check_gathers()
         if run.wrapped_model.by_sequence is None:
@@ -69,7 +72,7 @@ def trace_tiles(run: PreparedModel) -> str:
     tiles = wrapped_model.tiles = TiledModules(wrapped_model.structure.layers, 0, lambda: wrapped_model.is_plain)
     try:
         with synthetic(run, traced_lengths(run.collator)), noise_free(run), _rows_named(run):
-            _forward(run, 0)
+            _forward(run, TrainedOutside(run.model), 0)
         tiles.choose(type(run.model).__name__)
     except InputError as error:
         tiles.release()
@@ -80,9 +83,11 @@ def trace_tiles(run: PreparedModel) -> str:
     return ""
 
 
-def _forward(run: PreparedModel, sequence: int) -> None:
+def _forward(run: PreparedModel, outside: TrainedOutside, sequence: int) -> None:
     with run.gathered(), _writes_refused(run):
-        summed_loss(run, (sequence,))
+        loss = summed_loss(run, (sequence,))
+    check_has_gradient(loss)
+    outside.check(loss)
 
 
 def _writes_refused(run: PreparedModel) -> RefuseParameterWrites:

@@ -280,7 +280,7 @@ class DeferredHead:
             if is_plain() or head._forward_hooks or hidden.dim() < 2:
                 return stock(hidden)
             dtype = autocast_dtype(hidden.device)
-            if dtype is None:
+            if dtype is None or hidden.dtype is torch.float64:  # which autocast leaves as it is
                 return DeferredLogits(hidden, head.weight, head.bias)
             bias_V = None if head.bias is None else head.bias.to(dtype)
             return DeferredLogits(hidden.to(dtype), head.weight.to(dtype), bias_V)

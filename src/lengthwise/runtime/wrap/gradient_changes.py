@@ -48,6 +48,14 @@ def graph_of(tensor: Tensor) -> Iterator[Any]:
             yield node
 
 
+def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that get gradients of their own in the backward of a tensor."""
+    for node in graph_of(tensor):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+
+
 class ObserveGradientChanges(TorchFunctionMode):
     """Within, notes the hooks that a forward registers on gradients of tensors, and its own autograd functions."""
 

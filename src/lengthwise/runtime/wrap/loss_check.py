@@ -118,14 +118,19 @@ def check_form(loss: Any, passes: int, name: str = "loss") -> None:
         raise InputError(f"the {name} has shape {list(loss.shape)}; step.backward takes one number, a mean")
     if not loss.is_floating_point():
         raise InputError(f"the {name} is {str(loss.dtype).removeprefix('torch.')}; step.backward takes a real number")
-    if not loss.requires_grad:
-        raise InputError(
-            f"the {name} has no gradient: it was detached, made of .item(), or computed under torch.no_grad()"
-        )
+    check_has_gradient(loss, name)
     if not passes:
         raise InputError(
             "the prepared model was not called in this micro-batch, so the loss cannot be its; call "
             "model(**micro_batch.inputs) first"
+        )
+
+
+def check_has_gradient(loss: Tensor, name: str = "loss") -> None:
+    """Raise ``InputError`` if nothing that a loss was made of gets a gradient."""
+    if not loss.requires_grad:
+        raise InputError(
+            f"the {name} has no gradient: it was detached, made of .item(), or computed under torch.no_grad()"
         )
 
 
