@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.session.fallbacks import reason_of
 from tests.runtime.harness import with_check
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
@@ -150,3 +151,28 @@ def test_packs_that_ranks_cannot_share_are_packs_of_single_ranks(ranks):
         for name, parameter in stock.named_parameters():
             expected = (parameter - OPTIONS["lr"] * parameter.grad).detach()
             torch.testing.assert_close(torch.from_numpy(weights[name]), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "A asks for a mask of its own; switch that off, or have it computed sequence by sequence (packing='never')",
+            "A asks for a mask of its own; switch that off",
+        ),
+        (
+            "A cannot: set it before prepare and leave it, or compute sequence by sequence, with packing='never' of it",
+            "A cannot: set it before prepare and leave it",
+        ),
+        ("x.a and x.b have 2 layers each; say which: prepare(..., layers='x.a')", None),
+        (
+            "the forward of A fails with 7 slots (odd); say how it is called with inputs=",
+            "the forward of A fails with 7 slots (odd)",
+        ),
+    ],
+)
+def test_reasons_advise_nothing_that_is_done_or_not_needed(message, reason):
+    assert reason_of(InputError(message)) == (reason or message)
+    is_of_call = " fails " in message
+    at_other_lengths = reason_of(InputError(message), is_of_length=True)
+    assert at_other_lengths.endswith(", a length that the corpus need not have") is is_of_call

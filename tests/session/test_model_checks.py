@@ -37,7 +37,10 @@ def test_errors_that_are_not_those_of_the_call_pass_as_they_are(error):
     assert raised.value is error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes\n do not fit"), KeyError("idx"), NotImplementedError()])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("shapes\n do not fit"), KeyError("idx"), NotImplementedError("not implemented yet: pass no labels")],
+)
 def test_an_error_of_the_forward_says_how_it_was_called(error):
     line = r"in test_model_checks.py, line \d+"
     said = rf"forward of Linear fails with {CALL}, {line} \({type(error).__name__}: .*\); say how it is called"

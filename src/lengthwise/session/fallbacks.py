@@ -27,6 +27,8 @@ class ComparedCalls(Enum):
 
 Learn = Callable[[PrepareOptions, ComparedCalls], PreparedModel]
 """Traces a model and compares it with itself."""
+FOLLOWED = re.compile(r",? or (have|let|compute) [^;]*packing='never'[^;]*$")
+"""What errors advise that is done without being asked for."""
 OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
 """What errors say of a pack whose sequences ranks share."""
 
@@ -60,15 +62,12 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
     asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
     if chosen.weights == "by-layer" or any(asks_for_packs):
         raise first
-    refusal = _reason(first)
     prepared, chosen = _learned_by_sequence(model, chosen, learn)
-    if prepared.collator.compared_lengths:  # so that what was advised for the call does not help
-        refusal = f"{refusal.partition('; say ')[0]}, a length that the corpus need not have"
     if prepared.world.is_first:
         _log.warning(
             "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
-            type(model).__name__, refusal,
+            type(model).__name__, reason_of(first, is_of_length=bool(prepared.collator.compared_lengths)),
         )  # fmt: skip
     return prepared, chosen
 
@@ -85,7 +84,7 @@ def _learned_unshared(
         _log.warning(
             "no two ranks share a sequence of %s, as by max_degree=1: exact, but each must hold the longest; "
             "packing='always' of prepare refuses instead. Shared it would not be exact: %s",
-            type(prepared.model).__name__, _reason(first),
+            type(prepared.model).__name__, reason_of(first),
         )  # fmt: skip
     return prepared, chosen
 
@@ -100,8 +99,7 @@ def _learned_by_sequence(
     try:
         return _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
     except (InputError, CheckError) as error:
-        fails = " fails " in error.marked or " slots alone, called as before" in error.marked
-        if f"{type(model).__name__} " not in error.marked or not fails:
+        if f"{type(model).__name__} " not in error.marked or not _is_of_call(error):
             raise
     return _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
 
@@ -123,10 +121,22 @@ def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> t
         _log.warning(
             "no layer of %s is recomputed, as by recompute='none': exact, but what all layers save must fit; "
             "recompute='all' of prepare refuses instead. Recomputed it would not be exact: %s",
-            type(prepared.model).__name__, _reason(first),
+            type(prepared.model).__name__, reason_of(first),
         )  # fmt: skip
     return prepared, chosen
 
 
-def _reason(error: InputError | CheckError) -> str:
-    return error.spelt(as_option).replace(". check=False trains it all the same", "")
+def _is_of_call(error: InputError | CheckError) -> bool:
+    """Whether a call of the model's own code failed, as it may with other lengths only."""
+    return " fails " in error.marked or " slots alone, called as before" in error.marked
+
+
+def reason_of(error: InputError | CheckError, *, is_of_length: bool = False) -> str:
+    """An error in words, without advice that is followed, or that a call which works otherwise does not need.
+
+    ``is_of_length``: the call works with the lengths that the corpus has.
+    """
+    reason = FOLLOWED.sub("", error.spelt(as_option).replace(". check=False trains it all the same", ""))
+    if not _is_of_call(error):
+        return reason
+    return reason.partition("; say ")[0] + (", a length that the corpus need not have" if is_of_length else "")

@@ -182,8 +182,8 @@ def _way_out(model: nn.Module, error: Exception, options: PrepareOptions) -> str
     if _GROUPED in str(error) and of_experts is not None:
         path = f"model.{of_experts}" if of_experts else "model"
         return f'call {path}.{chooser}("eager") before, or give the model in another dtype, such as model.float()'
-    is_of_torch = isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OF_TORCH)
-    if is_of_torch:
+    is_raised = (extract_tb(error.__traceback__)[-1].line or "").startswith("raise ")
+    if not is_raised and isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _OF_TORCH):
         return "change that line, set another device=, or give the model in another dtype, such as model.float()"
     missing = [words for name, words in _SAYS.items() if getattr(options, name) is None]
     return f"say {', and '.join(missing)}" if missing else "change that line, or what inputs= and loss= make"

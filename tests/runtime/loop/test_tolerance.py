@@ -11,7 +11,8 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify import gradient_check as exact
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, settings_of
-from lengthwise.runtime.verify.gradient_check import TOLERANCES, check_exact
+from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.precision import TOLERANCES
 from lengthwise.runtime.verify.stock_call import GradientResult
 from tests.runtime.harness import with_check
 from tests.runtime.loop.odd_modules import Odd

@@ -19,7 +19,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied
 from lengthwise.runtime.verify.float64_mode import noise_free
-from lengthwise.runtime.verify.gradient_check import tolerance_of
+from lengthwise.runtime.verify.precision import tolerance_of
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import active

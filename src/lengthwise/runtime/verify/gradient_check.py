@@ -19,14 +19,13 @@ from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Sett
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows, sum_over_ranks
 from lengthwise.runtime.comm.objects import broadcast_json
-from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
-from lengthwise.runtime.verify.float64_mode import noise_free
+from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
 from lengthwise.runtime.verify.sequence_order import StateWatch
 from lengthwise.runtime.verify.stock_call import (
@@ -37,43 +36,13 @@ from lengthwise.runtime.verify.stock_call import (
 )
 from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
-from lengthwise.runtime.verify.zero_weights import Fill, of_stock, with_zeros_filled
+from lengthwise.runtime.verify.zero_weights import Fill, of_stock, warn_of_zeros
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.refused_draws import random_states
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls, StateError
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")
-
-FEW_NUMBERS = 1 << 26
-"""A model with fewer numbers is always compared in float64; of others, memory is looked at first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """Differences that rounding explains: ``relative`` of a gradient's norm, or of ``floor`` of the norm of all.
-
-    The floor is for parameters whose true gradient is zero, such as the bias of keys under a softmax.
-    """
-
-    relative: float
-    floor: float
-
-
-TOLERANCES = {
-    torch.float64: Tolerance(relative=1e-8, floor=1e-3),  # sums in another order; 1e-13 is usual
-    None: Tolerance(relative=1e-5, floor=1e-2),  # float64 with norms and softmax in float32
-    torch.float32: Tolerance(relative=1e-3, floor=3e-2),
-    torch.bfloat16: Tolerance(relative=5e-2, floor=0.3),  # products of 8 bits
-    torch.float16: Tolerance(relative=5e-2, floor=0.3),
-}
-
-
-def tolerance_of(dtype: torch.dtype | None, own_dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance of a comparison in ``dtype``, or if that is None in the model's own."""
-    if dtype is None:
-        dtype = None if own_dtype is torch.float64 else own_dtype
-    return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
 
 def check_exact(
@@ -127,48 +96,15 @@ def check_exact(
     if run.wrapped_model.by_sequence is not None:
         check_loss_is_no_sum(run)
     slots = [length for setting in settings if setting.gradients for length in setting.lengths]
-    check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)), compare_precisely)
+    check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)))
     try:
-        compare_precisely(run, compare)
-    except StateError:
-        raise
-    except CheckError:
-        check_order()  # which is the reason then
+        unfilled = compare_precisely(run, compare)
+    except CheckError as error:
+        if not isinstance(error, StateError):
+            check_order()  # which is the reason then
         raise
     check_order()
-
-
-def compare_precisely(run: PreparedModel, compare: Callable[[Tolerance, Fill], None]) -> None:
-    """Call ``compare`` without noise, in the most precise dtype that the model can be computed in, and where zeros
-    among its weights hide nothing; every rank calls this. ``compare`` gets the tolerance, and what zeros became."""
-
-    def compare_filled(dtype: torch.dtype | None, fill: Fill) -> None:
-        with noise_free(run, dtype, fill):
-            compare(tolerance_of(dtype, run.state.compute_dtype), fill)
-
-    dtypes = dtypes_of(run)
-    for dtype in dtypes:
-        try:
-            return with_zeros_filled(run, partial(compare_filled, dtype))
-        except NotInThisDtype as error:
-            if dtype == dtypes[-1]:
-                raise error.reason from None
-
-
-def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
-    """Return the dtypes to compare in, the most precise first; None: the model's own."""
-    own_dtype = run.state.compute_dtype
-    if isinstance(run.state, Fsdp2State):
-        return [None]
-    numbers = sum(tensor.numel() for tensor in run.wrapped_model.structure.constants())
-    numbers //= 1 if run.gather is None else run.world.size  # a rank has its share
-    free = torch.cuda.mem_get_info(run.world.device)[0] if run.world.device.type == "cuda" else 0
-    dtypes: list[torch.dtype | None] = [None]
-    if own_dtype in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
-        dtypes.insert(0, torch.float32)
-    if numbers <= FEW_NUMBERS or numbers * 32 < free:
-        dtypes.insert(0, torch.float64)
-    return dtypes
+    warn_of_zeros(run, unfilled)
 
 
 def _compare(

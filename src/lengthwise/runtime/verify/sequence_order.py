@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import varied
+from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.stock_call import stock_output
 from lengthwise.runtime.verify.verdict import on_every_rank
 from lengthwise.runtime.wrap.context import active
@@ -16,19 +16,6 @@ from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls, State
 
 MOST_SLOTS = 1 << 15
 """Slots of the longest sequence that is computed where a word has changed, as when attention is another one."""
-
-
-class Precision(Protocol):
-    """The tolerance of a comparison, as far as this one needs it."""
-
-    @property
-    def relative(self) -> float:
-        """The relative difference that rounding explains."""
-        ...
-
-
-ComparePrecisely = Callable[[PreparedModel, Callable[[Any, Any], None]], None]
-"""Calls a function within a copy of the model that was not called before, in the most precise dtype."""
 
 
 class StateWatch:
@@ -43,7 +30,7 @@ class StateWatch:
         self.has_changed = self.has_changed or bool(changes)
         self.has_other_words = self.has_other_words or state.are_words(changes)
 
-    def check(self, run: PreparedModel, slots: tuple[int, int, int], compare_precisely: ComparePrecisely) -> None:
+    def check(self, run: PreparedModel, slots: tuple[int, int, int]) -> None:
         """Compare losses of single sequences that are called in two orders, if forwards leave anything behind.
 
         Every rank calls this. ``slots``: of the shortest and the longest sequence that were compared, and of the
@@ -54,7 +41,7 @@ class StateWatch:
         """
         lengths, results = self._lengths(run, *slots), list[tuple[float, list[float], str]]()
 
-        def compute(order: Sequence[int], tolerance: Precision, fill: object) -> None:
+        def compute(order: Sequence[int], tolerance: Tolerance, fill: object) -> None:
             del fill
             results.append((tolerance.relative, *_losses_in_order(run, lengths, order)))
 

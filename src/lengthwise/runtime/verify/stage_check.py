@@ -25,7 +25,8 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
-from lengthwise.runtime.verify.gradient_check import Tolerance, compare_precisely, worst_difference
+from lengthwise.runtime.verify.gradient_check import worst_difference
+from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.stage_values import ForwardValues, check_last_stage, values_of_forward
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,

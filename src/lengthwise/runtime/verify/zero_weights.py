@@ -41,22 +41,29 @@ class Fill(Enum):
     NOTHING = "nothing: they stay zero"
 
 
-def with_zeros_filled(run: PreparedModel, compare: Callable[[Fill], None]) -> None:
+def with_zeros_filled(run: PreparedModel, compare: Callable[[Fill], None]) -> str:
     """Call ``compare`` with the first fill that the model can be computed with; every rank calls this.
 
-    ``compare`` raises :class:`NotWithTheseWeights` on every rank where it cannot.
+    ``compare`` raises :class:`NotWithTheseWeights` on every rank where it cannot. Returns why zeros were left as they
+    are; an empty string: they were filled.
     """
     for fill in (Fill.SIGNED, Fill.POSITIVE):
         try:
-            return compare(fill)
+            compare(fill)
+            return ""
         except NotWithTheseWeights as error:
             reason = error.reason
-    if run.world.is_first:
+    compare(Fill.NOTHING)
+    return reason
+
+
+def warn_of_zeros(run: PreparedModel, reason: str) -> None:
+    """Say why zeros were left as they are; no word with an empty ``reason``."""
+    if reason and run.world.is_first:
         _log.warning(
-            "%s is compared with its weights as they are, since with small random values in place of zeros %s; what "
-            "begins to matter when weights of zero have learned is not seen", type(run.model).__name__, reason,
+            "%s was compared with its weights as they are, since with small random values in place of zeros %s; what "
+            "begins to matter when weights of zero have learned was not seen", type(run.model).__name__, reason,
         )  # fmt: skip
-    return compare(Fill.NOTHING)
 
 
 def finite(compute: Callable[[], GradientResult], fill: Fill) -> GradientResult:

@@ -266,9 +266,9 @@ class HookedLayers:
             numbers = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
             raise InputError(
                 f"layers {numbers} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention "
-                "that is known, so tokens of different ranks would never meet in them; attend with "
-                "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn, "
-                "not by hand, and do it inside of the layer's forward"
+                "that is known, so tokens of different ranks would never meet in them: convolutions, recurrences, "
+                "scans and Fourier transforms have sequences whole; attention is shared inside of a layer's forward, "
+                "by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn"
             )
 
     def _recomputed(self, number: int, layer: OffloadedLayer | None, *args: Any, **kwargs: Any) -> Any:
