@@ -381,6 +381,13 @@ def test_a_copy_of_a_prepared_model_computes_as_a_plain_model(make):
     lw.prepare(alone, GOOD, **{"cost": models.mixed_cost(), "mask_token_id": 3, **OPTIONS}).close()
 
 
+def test_resuming_from_a_folder_without_checkpoints_names_the_folder_to_give(tmp_path):
+    run = lw.prepare(models.gpt(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
+    with pytest.raises(InputError, match=r"there is nothing of that name; name the folder that was given to run\.save"):
+        run.resume(tmp_path / "typo")
+    run.close()
+
+
 def test_a_forward_that_was_replaced_before_is_there_again_afterwards():
     model = models.gpt()
     mine = model.forward
