@@ -21,6 +21,7 @@ from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
 from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
+from lengthwise.runtime.wrap.user_functions import is_of_embedding, raised_by
 
 
 def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
@@ -96,6 +97,8 @@ def _rows_named(run: PreparedModel) -> Iterator[None]:
     try:
         yield
     except IndexError as error:
+        if raised_by(error) or not is_of_embedding(error):
+            raise
         first, second = traced_lengths(run.collator)
         longest = max(first, run.collator.longest or 0)
         raise InputError(
