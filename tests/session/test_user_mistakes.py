@@ -490,6 +490,13 @@ def test_resuming_from_a_folder_without_checkpoints_names_the_folder_to_give(tmp
     run.close()
 
 
+def test_scores_of_nothing_are_refused_as_scores():
+    run = lw.prepare(models.gpt(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
+    with pytest.raises(InputError, match=r"^run\.score\(items\): no rank brought an item; bring one at least"):
+        run.score([], lambda output, micro_batch: output)
+    run.close()
+
+
 def test_a_forward_that_was_replaced_before_is_there_again_afterwards():
     model = models.gpt()
     mine = model.forward
