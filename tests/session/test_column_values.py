@@ -59,6 +59,8 @@ def test_padding_is_left_out_of_every_column():
         ({"seq_lengths": [4, -1]}, {}, "give the length of each of its sequences"),
         ({"seq_lengths": [1, 2]}, {"splits_rows": False}, "item 0 holds 2 sequences packed into one row"),
         ({"input_ids": 7}, {"slot_tokens": 4}, "input_ids of item 0 is a single number; its first axis is to be the"),
+        ({"v": [1.0] * 5}, {"loss_columns": ("v",)}, r"\[3\] or \[3, \.\.\.\], or .*; repeat a vec.* to \[3, 5\]"),
+        ({"v": np.ones((2, 4))}, {"loss_columns": ("v",)}, r"array for each token, \[3\] or .* whole sequence$"),
         ({"frames": [1, 2, 3]}, {"slot_tokens": 4}, "column frames of item 0 is not known for slots of 4 tokens"),
     ],
 )  # fmt: skip

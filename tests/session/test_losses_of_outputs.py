@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
+from tests.session import models
 from tests.session.models import gpt
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.test_made_labels import llama
@@ -97,6 +98,47 @@ def test_a_loss_of_a_sequences_class_trains_what_a_plain_loop_trains():
     for step in run.steps():
         for micro_batch in step:
             step.backward(loss(model(**micro_batch.inputs), micro_batch))
+        step.update()
+    run.close()
+    for name, value in stock.named_parameters():
+        expected = value - OPTIONS["lr"] * value.grad if value.grad is not None else value
+        torch.testing.assert_close(model.get_parameter(name), expected, rtol=0, atol=1e-10)
+
+
+class Pooled(models.GPT):
+    """Predicts one of three classes from the mean of all tokens of a row."""
+
+    def forward(self, idx, labels=None):
+        logits = super().forward(idx)[0].mean(1)[:, :3]
+        return logits if labels is None else F.cross_entropy(logits, labels)
+
+
+def test_a_loss_of_an_output_by_sequence_is_refused_and_what_is_advised_trains_what_a_plain_loop_trains():
+    torch.manual_seed(0)
+    model = Pooled().double()
+    stock = copy.deepcopy(model)
+    items = [{"input_ids": row, "class": number % 3} for number, row in enumerate(rows())]
+    options = OPTIONS | {"steps": 1, "loss_columns": ("class",), "packing": "never"}
+
+    def loss(output, micro_batch):
+        return F.cross_entropy(output, micro_batch.column_by_sequence("class"))
+
+    advised = (
+        r"make loss= of its outputs by token, or let the forward return the loss of its sequence, from an argument"
+    )
+    with pytest.raises(InputError, match=rf"has one value for each of several sequences.*; {advised} labels that inp"):
+        lw.prepare(model, items, inputs=lambda batch: {"idx": batch.tokens[None]}, loss=loss, **options)
+    for item in items:
+        label = torch.tensor([item["class"]])
+        (stock(torch.as_tensor(item["input_ids"])[None], label) / len(items)).backward()
+
+    def inputs(micro_batch):
+        return {"idx": micro_batch.tokens[None], "labels": micro_batch.column_by_sequence("class")}
+
+    run = lw.prepare(model, items, inputs=inputs, **options)
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs))
         step.update()
     run.close()
     for name, value in stock.named_parameters():

@@ -333,6 +333,108 @@ def _values(model):
     return {key: value.detach().clone() for key, value in named if not (is_lazy(value) or value.is_meta)}
 
 
+class IgnoringMinusOne(models.GPT):
+    """Ignores the targets that nanoGPT does."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        return logits, nn.functional.cross_entropy(logits[0], targets[0], ignore_index=-1)
+
+
+class OneTooFar(models.GPT):
+    def forward(self, idx, targets=None):
+        return super().forward(idx[:, torch.arange(idx.shape[1]) + 1], targets)
+
+
+class TakesMore(models.GPT):
+    def forward(self, idx, targets=None, **more):
+        return super().forward(idx, targets)
+
+
+def loss_of(output, micro_batch, ignored=-100, name="labels"):
+    return nn.functional.cross_entropy(output[0][0], getattr(micro_batch, name), ignore_index=ignored)
+
+
+def inputs_of(micro_batch, **more):
+    return {"idx": micro_batch.tokens[None], **more}
+
+
+LINE = r"fails with .*, in test_user_mistakes\.py, line \d+"
+IN_BOTH = r"where there is no loss, micro_batch\.labels is -100 and micro_batch\.targets is ignore_index= of prepare"
+FUNCTIONS = {
+    # what they return
+    "a dictionary": ({"loss": lambda *_: {"loss": 1}}, r"^loss= returned a dict; return one number, a tensor without"),
+    "a tuple": ({"loss": lambda *_: (1, 2)}, r"^loss= returned a tuple; return one number"),
+    "no loss": ({"loss": lambda *_: None}, r"^loss= returned None; return one number"),
+    "a float": ({"loss": lambda *_: 1.0}, r"^loss= returned a float; return one number"),
+    "a tensor": ({"inputs": lambda batch: batch.tokens[None]}, r"^inputs= returned a Tensor; return a dictionary"),
+    "no inputs": ({"inputs": lambda batch: None}, r"^inputs= returned None; return a dictionary of the forward's"),
+    "another argument": (
+        {"inputs": lambda batch: inputs_of(batch, x=1), "loss": loss_of},
+        r"^inputs= makes the argument 'x', which the forward of GPT does not take; it takes idx, targets",
+    ),
+    "its own inputs": ({"inputs": lambda batch: {**batch.inputs}}, r"^inputs= reads micro_batch\.inputs, .*\.tokens"),
+    # what they raise
+    "a wrong key": ({"loss": lambda *_: {}["logits"]}, rf"^loss= of GPT {LINE} \(KeyError.*change what loss= computes"),
+    "a wrong axis": ({"loss": lambda output, _: output[0][0, 0, 0, 0]}, rf"^loss= of GPT {LINE} \(IndexError: too"),
+    "a wrong type": ({"loss": lambda output, _: output + 1}, rf"^loss= of GPT {LINE} \(TypeError: .*change what loss="),
+    "a wrong column": ({"inputs": lambda batch: {}["x"]}, rf"^inputs= of GPT {LINE} \(KeyError: .* what inputs= comp"),
+    # labels
+    "labels, and -1 is ignored": (
+        {"loss": lambda *given: loss_of(*given, ignored=-1), "inputs": inputs_of, "ignore_index": -1},
+        rf"^loss= of GPT fails .* -100 is out of bounds.*{IN_BOTH} \(-1\): take micro_batch\.targets for a loss",
+    ),
+    "labels, and nobody says -1": (
+        {"loss": lambda *given: loss_of(*given, ignored=-1)},
+        rf"{IN_BOTH} \(-100\): let it ignore -100, or take micro_batch\.targets and set ignore_index= of prepare to -1",
+    ),
+    "targets, and -100 is ignored": (
+        {"loss": lambda *given: loss_of(*given, name="targets"), "inputs": inputs_of, "ignore_index": -1},
+        rf"Target -1 is .*{IN_BOTH} \(-1\): take micro_batch\.labels for a loss that ignores -100, or let it",
+    ),
+    "fewer classes": (
+        {"loss": lambda output, batch: nn.functional.cross_entropy(output[0][0, :, :2], batch.labels)},
+        r"^loss= of GPT fails .* is out of bounds.*; labels are from 0 to the number of classes less 1",
+    ),
+    "a model that ignores -1": (
+        {"model": IgnoringMinusOne},
+        rf"^the forward of IgnoringMinusOne {LINE} .* label -100; set ignore_index= of prepare to -1, which",
+    ),
+    "an index of the forward's": (
+        {"model": OneTooFar}, rf"^the forward of OneTooFar {LINE} \(IndexError: index \d+ is out of bounds for dim"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_inputs_and_loss_do_wrong_is_said_of_them_and_not_of_the_forward(name):
+    options, named = FUNCTIONS[name]
+    make = options.get("model", models.GPT)
+    options = {"cost": models.mixed_cost(), **OPTIONS, **{key: options[key] for key in options if key != "model"}}
+    with pytest.raises(InputError, match=named) as refused:
+        lw.prepare(make(), GOOD, **options)
+    assert "\n" not in str(refused.value) and "contextlib" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (IgnoringMinusOne, {"ignore_index": -1}),
+        (
+            models.GPT,
+            {
+                "ignore_index": -1,
+                "inputs": inputs_of,
+                "loss": lambda *given: loss_of(*given, ignored=-1, name="targets"),
+            },
+        ),
+        (TakesMore, {"inputs": lambda batch: inputs_of(batch, x=1), "loss": loss_of}),
+    ],
+)
+def test_what_the_errors_of_labels_and_arguments_advise_is_prepared(make, options):
+    lw.prepare(make(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS}, **options).close()
+
+
 def test_a_hook_that_sees_parts_of_gradients_is_refused_until_it_is_removed():
     model = models.gpt()
     handle = model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -379,6 +481,20 @@ def test_a_copy_of_a_prepared_model_computes_as_a_plain_model(make):
         assert not torch.equal(now, before) and not torch.equal(average(tokens)[0], before)
     run.close()
     lw.prepare(alone, GOOD, **{"cost": models.mixed_cost(), "mask_token_id": 3, **OPTIONS}).close()
+
+
+def test_resuming_from_a_folder_without_checkpoints_names_the_folder_to_give(tmp_path):
+    run = lw.prepare(models.gpt(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
+    with pytest.raises(InputError, match=r"there is nothing of that name; name the folder that was given to run\.save"):
+        run.resume(tmp_path / "typo")
+    run.close()
+
+
+def test_scores_of_nothing_are_refused_as_scores():
+    run = lw.prepare(models.gpt(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
+    with pytest.raises(InputError, match=r"^run\.score\(items\): no rank brought an item; bring one at least"):
+        run.score([], lambda output, micro_batch: output)
+    run.close()
 
 
 def test_a_forward_that_was_replaced_before_is_there_again_afterwards():

@@ -19,7 +19,8 @@ from lengthwise.config.run_config import Config, load_saved
 from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state.checkpoint_files import DamagedCheckpoint, latest, outlook, step_of
+from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
+from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext

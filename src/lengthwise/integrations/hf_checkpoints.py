@@ -10,7 +10,7 @@ from lengthwise.core.atomic_write import shown
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.checkpoint_files import DamagedCheckpoint
+from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 from lengthwise.runtime.state.saver import NotSavedError
 
 FOLDER = "lengthwise"

@@ -367,7 +367,8 @@ def _loss_column(where: str, name: str, value: Any, num_slots: int) -> np.ndarra
     if array.dtype.kind not in "biuf" or len(array) != num_slots:
         raise InputError(
             f"{name} of {where} is {array.dtype} of shape {array.shape}, and there are {num_slots} tokens; a column of "
-            "loss_columns has one number for each token, or one for the whole sequence"
+            f"loss_columns has one number or array for each token, [{num_slots}] or [{num_slots}, ...], or one number "
+            f"for the whole sequence{_repeated(array, num_slots)}"
         )
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         place = int(np.argmin(np.isfinite(array.reshape(num_slots, -1)).all(axis=1)))
@@ -376,6 +377,13 @@ def _loss_column(where: str, name: str, value: Any, num_slots: int) -> np.ndarra
             "number, or 0 where the loss leaves the token out"
         )
     return array
+
+
+def _repeated(array: np.ndarray, num_slots: int) -> str:
+    """What to do with a vector for the whole sequence, in words; empty: it is something else."""
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        return ""
+    return f"; repeat a vector for the whole sequence to [{num_slots}, {len(array)}]"
 
 
 def _cannot_be_used(where: str, name: str, reason: str) -> InputError:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
@@ -18,6 +17,7 @@ from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.user_functions import label_advice, line_of, raised_by
 from lengthwise.session.adapter_checks import check_adapters
 from lengthwise.session.datasets import RunSequences
 from lengthwise.session.id_ranges import check_embedded
@@ -156,15 +156,18 @@ def forward_errors_named(model: nn.Module, options: PrepareOptions, *, call: str
         if is_out_of_memory(error) or isinstance(error, torch.distributed.DistError):
             raise
         reason = " ".join(str(error).split())[:200]
+        function, name = raised_by(error), type(model).__name__
+        what = f"{function} of {name}" if function else f"the forward of {name}"
+        makes_inputs = options.inputs is not None
+        way_out = label_advice(error, ignore_index=options.ignore_index, makes_inputs=makes_inputs)
+        way_out = way_out or (f"change what {function} computes" if function else _way_out(model, error, options))
         raise InputError(
-            f"the forward of {type(model).__name__} fails with {call}{_line_of(error)} ({type(error).__name__}: "
-            f"{reason}); {_way_out(model, error, options)}"
+            f"{what} fails with {call}{line_of(error)} ({type(error).__name__}: {reason}); {way_out}"
         ) from error
 
 
 _OF_TORCH = ("not implemented", "not supported", "derivative", "dtype", "scalar type", "backend")
 """Words of errors that torch raises for a device or a dtype, however it is called."""
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _SAYS = {
     "inputs": "how it is called with inputs=lambda micro_batch: {...}",
     "loss": "how its loss is made with loss=lambda output, micro_batch: ...",
@@ -187,12 +190,6 @@ def _way_out(model: nn.Module, error: Exception, options: PrepareOptions) -> str
         return "change that line, set another device=, or give the model in another dtype, such as model.float()"
     missing = [words for name, words in _SAYS.items() if getattr(options, name) is None]
     return f"say {', and '.join(missing)}" if missing else "change that line, or what inputs= and loss= make"
-
-
-def _line_of(error: Exception) -> str:
-    """Which line raised an error: the innermost that is neither of torch nor of this library."""
-    lines = [line for line in extract_tb(error.__traceback__) if not line.filename.startswith(_LIBRARIES)]
-    return f", in {Path(lines[-1].filename).name}, line {lines[-1].lineno}" if lines else ""
 
 
 def check_takes(model: nn.Module, sequences: RunSequences) -> None:

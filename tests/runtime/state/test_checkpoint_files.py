@@ -172,6 +172,28 @@ def test_a_pointer_to_a_checkpoint_that_is_not_there_is_refused_and_others_named
         latest(tmp_path)
 
 
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_where_no_checkpoint_is_complete_that_is_said_and_nothing_is_to_be_removed(tmp_path, is_of_run):
+    save(tmp_path / "a", 4, "x", keep=2)
+    (tmp_path / "a" / "step_00000004" / STATE_FILE).unlink()
+    cases = {
+        "typo": "stopped before its first one" if is_of_run else "there is nothing of that name; name the folder",
+        ".": "stopped before its first one" if is_of_run else "it has no folder of a step that was saved; name",
+        "a": r"a/step_00000004 has no state\.json; copy state\.json from where",
+        "a/step_00000004": r"step_00000004 has no state\.json; copy",
+    }
+    for name, reason in cases.items():
+        with pytest.raises(InputError, match=rf"no complete checkpoint in .*: .*{reason}") as refused:
+            latest(tmp_path / name, is_of_run=is_of_run)
+        assert "remove" not in str(refused.value) and "delete" not in str(refused.value)
+    save(tmp_path / "a", 3, "x", keep=2)
+    (tmp_path / "a" / "step_00000004").mkdir()
+    (tmp_path / "a" / "latest").write_text("step_00000004\n")
+    way_on = "--fall-back" if is_of_run else r"run\.resume\('.*step_00000003'\)"
+    with pytest.raises(InputError, match=rf"no complete checkpoint: it has no state\.json; .*{way_on}"):
+        latest(tmp_path / "a", is_of_run=is_of_run)
+
+
 def test_only_complete_checkpoints_are_candidates(tmp_path):
     for step in (7, 30, 100_000_000):
         save(tmp_path, step, "x", keep=9)

@@ -9,6 +9,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.scratch_copy import check_buffers, saved_buffers
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -53,6 +54,19 @@ def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank
     refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks])
     assert len(set(refusals)) == 1
     assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
+
+
+def test_a_changed_buffer_of_the_model_itself_is_not_to_be_frozen_with_its_modules():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    model.register_buffer("seen", torch.zeros(()))
+    before = saved_buffers(model)
+    model[0](torch.rand(3, 2))
+    with pytest.raises(CheckError, match=r"changes its buffer 0\..* \(BatchNorm1d\).*eval\(\) .*, or use LayerNorm"):
+        check_buffers(model, before)
+    before = saved_buffers(model)
+    model.seen += 1
+    with pytest.raises(CheckError, match=r"changes its buffer seen \(Sequential\).*; change it in the loop, once a st"):
+        check_buffers(model, before)
 
 
 class Counting(Odd):

@@ -19,6 +19,13 @@ from tests.runtime.train.runs import local_world
 WHAT = "sequences of 3 and 5 slots in one pack"
 ALONE = f"Linear in float32 fails on a sequence alone, called as before it was prepared, in {WHAT}"
 PLANNED = f"Linear fails where plans compute it otherwise than its user, in {WHAT}"
+
+
+def of_loss(error):
+    error.add_note("raised by loss= of prepare")
+    return error
+
+
 CASES = [
     (InputError("its own"), False, InputError, "its own"),
     (MissingPackage("peft"), False, InputError, "peft"),
@@ -26,9 +33,12 @@ CASES = [
     (CheckError("differs"), False, CheckError, "differs"),
     (LengthwiseError("anything else"), False, CheckError, "anything else"),
     (
-        IndexError("out of range"), True, InputError,
-        f"Linear looked up a row that one of its tables has not (out of range), in {WHAT} with the corpus's own tok",
+        IndexError("index out of range in self"), True, InputError,
+        f"Linear looked up a row that one of its tables has not (index out of range in self), in {WHAT} with the corp",
     ),
+    (IndexError("Target 7 is out of bounds."), True, InputError, f"Linear fails on a sequence alone, in {WHAT} (Ind"),
+    (IndexError("out of range"), True, NotInThisDtype, f"{ALONE} (IndexError: out of range)"),
+    (of_loss(KeyError("x")), True, NotInThisDtype, f"{ALONE} (loss= raises KeyError: 'x', in test_verdict.py, line "),
     (IndexError("out of range"), False, NotInThisDtype, f"{PLANNED} (IndexError: out of range)"),
     (
         torch.OutOfMemoryError("CUDA out of memory"), True, InfeasibleError,
@@ -41,7 +51,10 @@ CASES = [
 
 
 def run_here():
-    return SimpleNamespace(world=local_world(), model=torch.nn.Linear(1, 1))
+    wrapped_model, collator = SimpleNamespace(make_inputs=None), SimpleNamespace(ignore_index=-100)
+    return SimpleNamespace(
+        world=local_world(), model=torch.nn.Linear(1, 1), wrapped_model=wrapped_model, collator=collator
+    )
 
 
 def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_way_out(ranks):

@@ -105,8 +105,9 @@ class ItemExchange:
         reports.check_same()
         if problem is not None:
             raise problem
+        where = operation.call if operation is RankOperation.SCORE else f"step {step}"
         if any(reports.notes):
-            raise InputError(f"step {step}: {reports.notes_text()}")
+            raise InputError(f"{where}: {reports.notes_text()}")
         if all(reports.column(0)):
             return None
         size = self._collator.slot_tokens
@@ -115,7 +116,7 @@ class ItemExchange:
         said_of_all = [said for of_rank in by_rank for said in of_rank]
         lengths = [length for length, _ in said_of_all]
         if not lengths:
-            raise InputError(f"step {step}: no rank brought an item; a step has one at least")
+            raise InputError(f"{where}: no rank brought an item; bring one at least")
         are_split = self._collator.units is not None and self._collator.units.are_split
         if are_split:
             said_of_all = [([length], None) for of_item in lengths for length in of_item]

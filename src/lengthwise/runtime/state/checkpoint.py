@@ -23,7 +23,6 @@ from lengthwise.core.version import __version__
 from lengthwise.runtime.state.checkpoint_files import (
     CHECKPOINT_SCHEMA_VERSION,
     STATE_FILE,
-    DamagedCheckpoint,
     candidates,
     check_optimizer,
     damage,
@@ -37,6 +36,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     steps_up_to,
 )
 from lengthwise.runtime.state.contents import MASTER, restore, room_for
+from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
 from lengthwise.runtime.state.parameter_groups import restore_values
 from lengthwise.runtime.state.saver import CheckpointSaver, HostGroup

@@ -24,6 +24,7 @@ from typing import Any
 from lengthwise.core.atomic_write import reason, shell_word
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lock import FolderLock
+from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint, no_checkpoint, wrong_pointer
 
 CHECKPOINT_SCHEMA_VERSION = 2
 
@@ -52,19 +53,17 @@ def candidates(folder: Path) -> list[Path]:
     return [checkpoints[name] for name in sorted(checkpoints, key=_step_of, reverse=True)]
 
 
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint in ``folder``.
+def latest(folder: Path, *, is_of_run: bool = True) -> Path:
+    """The newest complete checkpoint in ``folder``; ``is_of_run``: whether that is of `lengthwise train`, for errors.
 
     Raises:
         InputError: there is none, or ``latest`` names one that is not there.
     """
     complete = candidates(folder)
     if not complete:
-        raise DamagedCheckpoint(
-            f"no complete checkpoint in {folder}: the run stopped before its first one, or has not saved it yet; "
-            "if it is over, remove its folder and start anew",
-            problem=f"no complete checkpoint is in {folder}",
-        )
+        without_state = [path for path in (folder, *sorted(folder.glob("step_*"))) if _NAME.fullmatch(path.name)]
+        without_state = [path for path in without_state if path.is_dir()]
+        raise no_checkpoint(folder, state_file=STATE_FILE, without_state=without_state, is_of_run=is_of_run)
     pointer = folder / POINTER
     if not pointer.is_file():
         return complete[0]  # a crash between giving it its name and pointing to it
@@ -72,12 +71,7 @@ def latest(folder: Path) -> Path:
     for path in complete:
         if path.name.removesuffix(_REPLACED) == name:
             return path
-    problem = f"{pointer} names {name!r}, which is no complete checkpoint"
-    raise DamagedCheckpoint(
-        f"{problem}; write the name of another into it "
-        f"({', '.join(path.name for path in complete)}), or go on with: lengthwise train --resume RUN --fall-back",
-        problem=problem,
-    )
+    raise wrong_pointer(pointer, name, complete, state_file=STATE_FILE, is_of_run=is_of_run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,18 +300,6 @@ def damage(file: Path, expected: dict[str, Any]) -> str | None:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error})"
-
-
-class DamagedCheckpoint(InputError):  # noqa: N818 - says what is the matter
-    """A checkpoint that is damaged or incomplete: what is wrong, and the way out by what lies beside it.
-
-    Attributes:
-        problem: what is wrong, without a way out, for those who know of other checkpoints.
-    """
-
-    def __init__(self, message: str, *, problem: str) -> None:
-        super().__init__(message)
-        self.problem = problem
 
 
 def damaged(file: Path, what: str) -> DamagedCheckpoint:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
@@ -26,7 +25,7 @@ from lengthwise.runtime.profile.trial import group_of_degree
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
-from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
+from lengthwise.runtime.verify.scratch_copy import check_buffers, saved_buffers
 from lengthwise.runtime.verify.sequence_order import StateWatch
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
@@ -126,14 +125,14 @@ def _compare(
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
                 stock = partial(of_stock, run, stock, fill)
                 alone, alone_of = on_every_rank(run, stock, what, is_stock=True), key
-                on_every_rank(run, partial(_check_buffers, run, before))
+                on_every_rank(run, partial(check_buffers, run.model, before))
             shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
                 _check_same_exchanges(run, setting, group)
             packed = _packed_or_refused(run, setting, group, alone, tolerance)
             _verdict(run, setting, packed, alone, tolerance)
-            on_every_rank(run, partial(_check_buffers, run, before))
+            on_every_rank(run, partial(check_buffers, run.model, before))
 
 
 def _packed_or_refused(
@@ -218,21 +217,6 @@ def _check_same_exchanges(run: PreparedModel, setting: ComputeSetting, group: An
             f"another, for {setting}: what its forward computes depends on its share of the tokens, and ranks "
             "would wait for each other for ever"
         )
-
-
-def _check_buffers(run: PreparedModel, before: dict[str, Tensor]) -> None:
-    """Raise ``CheckError`` if forwards have changed buffers of the model."""
-    changed = changed_buffers(run.model, before)
-    if not changed:
-        return
-    module = run.model.get_submodule(changed[0].rpartition(".")[0])
-    is_norm = "norm" in type(module).__name__.lower()
-    raise CheckError(
-        f"a forward of {type(run.model).__name__} in training mode changes its buffer {changed[0]} "
-        f"({type(module).__name__}), which would differ between ranks and depend on how sequences are packed; freeze "
-        f"such modules with eval() before preparing the model in training mode"
-        f"{', or use LayerNorm or GroupNorm instead' if is_norm else ''}"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

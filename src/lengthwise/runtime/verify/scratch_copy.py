@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lengthwise.core.errors import CheckError
+
 _KEPT = ("_parameters", "_buffers", "_modules")
 """Dictionaries of a module, other than its attributes, whose entries a forward may replace."""
 
@@ -100,3 +102,21 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _differs(value: Tensor, other: Tensor) -> bool:
     return value.shape != other.shape or not torch.equal(value, other.to(value.dtype))
+
+
+def check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
+    """Raise ``CheckError`` if forwards have changed buffers of the model."""
+    changed = changed_buffers(model, before)
+    if not changed:
+        return
+    path = changed[0].rpartition(".")[0]
+    module = model.get_submodule(path)
+    way_out = "freeze such modules with eval() before preparing the model in training mode"
+    if not path:
+        way_out = "change it in the loop, once a step, and not in the forward"
+    elif "norm" in type(module).__name__.lower():
+        way_out += ", or use LayerNorm or GroupNorm instead"
+    raise CheckError(
+        f"a forward of {type(model).__name__} in training mode changes its buffer {changed[0]} "
+        f"({type(module).__name__}), which would differ between ranks and depend on how sequences are packed; {way_out}"
+    )

@@ -23,6 +23,7 @@ from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.loss_check import check_has_gradient
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.trained_outside import TrainedOutside
+from lengthwise.runtime.wrap.user_functions import is_of_embedding, raised_by
 
 
 def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
@@ -101,6 +102,8 @@ def _rows_named(run: PreparedModel) -> Iterator[None]:
     try:
         yield
     except IndexError as error:
+        if raised_by(error) or not is_of_embedding(error):
+            raise
         first, second = traced_lengths(run.collator)
         longest = max(first, run.collator.longest or 0)
         raise InputError(

@@ -10,6 +10,7 @@ from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.wrap.user_functions import is_of_embedding, label_advice, line_of, raised_by
 
 T = TypeVar("T")
 
@@ -76,8 +77,8 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
             if isinstance(error, error_class)
         ]
         return (kinds[0] if kinds else "CheckError"), error.marked
-    name = type(run.model).__name__
-    if isinstance(error, IndexError) and is_stock:
+    name, function = type(run.model).__name__, raised_by(error)
+    if is_stock and not function and is_of_embedding(error):
         return "InputError", (
             f"{name} looked up a row that one of its tables has not ({error}), in {what} with the corpus's own tokens; "
             "give its embedding a row for every token id, and its positions one for each slot, or set max_length"
@@ -87,7 +88,11 @@ def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) 
             f"{name} ran out of memory when it was compared with the stock model on {what}; lower max_length, use more "
             "devices, or leave the comparison out with check=False"
         )
-    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    words = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    reason = f"{function} raises {words}{line_of(error)}" if function else words
+    makes_inputs = run.wrapped_model.make_inputs is not None
+    if is_stock and (advice := label_advice(error, ignore_index=run.collator.ignore_index, makes_inputs=makes_inputs)):
+        return "InputError", f"{name} fails on a sequence alone, in {what} ({reason}); {advice}"
     if is_stock:
         dtypes = (str(weight.dtype) for weight in run.model.parameters() if weight.is_floating_point())
         numbers = next(dtypes, "torch.float32").removeprefix("torch.")

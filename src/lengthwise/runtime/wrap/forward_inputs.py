@@ -1,7 +1,7 @@
 """The arguments of a prepared model's forward: those that a micro-batch gives, and those of a loop's call of it."""
 
 from collections.abc import Callable
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.position_ids import StockPositions
-from lengthwise.runtime.wrap.refused_draws import draws_refused
+from lengthwise.runtime.wrap.user_functions import INPUTS, checked_inputs, user_function
 
 MakeInputs = Callable[[MicroBatch], dict[str, Any]]
 
@@ -43,6 +43,9 @@ class ForwardInputs:
         self._is_hugging_face, self._has_own_loss = is_hugging_face, has_loss
         self._parameters = signature(forward).parameters
         self._takes_cache = is_hugging_face and "use_cache" in self._parameters
+        is_changed_by_hooks = bool(model._forward_pre_hooks_with_kwargs)
+        kinds = {parameter.kind for parameter in self._parameters.values()}
+        self._takes_any, self._is_making = is_changed_by_hooks or Parameter.VAR_KEYWORD in kinds, False
         self._completion = CallCompletion(forward, self._name)
 
     def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -86,8 +89,25 @@ class ForwardInputs:
         return call.weighed_by_micro_batch() if is_frozen or self._has_own_loss else call
 
     def _made_by_user(self, micro_batch: MicroBatch, make: MakeInputs) -> dict[str, Any]:
-        with draws_refused("inputs=", micro_batch.shard.device):
-            return make(micro_batch)
+        if self._is_making:
+            raise InputError(
+                "inputs= reads micro_batch.inputs, which it is to make itself: use micro_batch.tokens[None], "
+                "micro_batch.labels[None], micro_batch.positions[None] or micro_batch.column(name)[None], and return "
+                "all arguments of the forward"
+            )
+        self._is_making = True
+        try:
+            with user_function(INPUTS, micro_batch.shard.device):
+                made = make(micro_batch)
+        finally:
+            self._is_making = False
+        inputs = checked_inputs(made)
+        if not self._takes_any and (others := [name for name in inputs if name not in self._parameters]):
+            raise InputError(
+                f"inputs= makes the argument {others[0]!r}, which the forward of {self._name} does not take; it takes "
+                f"{', '.join(self._parameters)}"
+            )
+        return inputs
 
     def _of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
         tokens = micro_batch.tokens[None]

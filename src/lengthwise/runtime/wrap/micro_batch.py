@@ -246,10 +246,10 @@ class MicroBatch:
         """This rank's share of a mean over the whole step, of one value for each of its slots, [t] or [1, t].
 
         ``over``: "targets", those that have a target; "tokens", all; "sequences", the mean over sequences of the mean
-        of each; "units", of one value for each of the u units of this micro-batch instead, [u], made of
-        :meth:`per_sequence` and so the same on every rank that shares it. The sum over micro-batches and ranks is that
-        mean: give it as ``step.backward(loss, side=...)``, or instead of a loss as
-        ``step.backward(..., mean_over="step")``.
+        over all tokens of each, with a target or without (over those of a mask: "units", of ``per_sequence(values *
+        mask) / per_sequence(mask)``); "units", of one value for each of the u units of this micro-batch instead, [u],
+        made of :meth:`per_sequence` and so the same on every rank that shares it. The sum over micro-batches and ranks
+        is that mean: ``step.backward(loss, side=...)``, or without a loss ``step.backward(..., mean_over="step")``.
 
         Raises:
             InputError: there is not one value for each slot, or the number of targets is not known.

@@ -29,13 +29,20 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors in a tree, by their path."""
 
 
-def not_combined(name: str) -> Unusable:
-    """A placeholder for an output of several sequences that cannot be combined."""
+def not_combined(name: str, *, has_loss: bool) -> Unusable:
+    """A placeholder for an output of several sequences that cannot be combined.
+
+    ``has_loss``: whether the user's ``loss=`` makes the loss of the outputs.
+    """
+    of_sequence = (
+        "let the forward return the loss of its sequence, from an argument labels that inputs= makes as "
+        "micro_batch.column_by_sequence(name), without loss=: each sequence weighs the same then"
+    )
+    way_out = "make loss= of its outputs by token" if has_loss else "use its loss and its outputs by token"
     return Unusable(
         name,
         "has one value for each of several sequences, which cannot be put together for a micro-batch "
-        "of a model that is computed sequence by sequence; use its loss and its outputs by token, or say "
-        "loss=lambda output, micro_batch: ... for those",
+        f"of a model that is computed sequence by sequence; {way_out}, or {of_sequence}",
     )
 
 
@@ -50,11 +57,13 @@ class SequenceBySequence:
         *,
         made_labels: Callable[[], MadeLabels | None] = lambda: None,
         labels_sequences: bool = False,
+        has_loss: bool = False,
     ) -> None:
         """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none;
-        ``made_labels``: how the loss uses labels among them; ``labels_sequences``: a sequence has one label.
+        ``made_labels``: how the loss uses labels among them; ``labels_sequences``: a sequence has one label;
+        ``has_loss``: the user's ``loss=`` makes the loss of outputs.
         """
-        self._made_labels, self._labels_sequences = made_labels, labels_sequences
+        self._made_labels, self._labels_sequences, self._has_loss = made_labels, labels_sequences, has_loss
         self._forward, self._name, self._make = forward, model_name, make
         self._parameters = list(signature(forward).parameters)
         self._input_axes: dict[str, int | None] = {}
@@ -171,7 +180,7 @@ class SequenceBySequence:
             elif all(type(value) is type(first) and value == first for value in values[1:]):
                 combined.append(first)
             else:
-                combined.append(not_combined(f"output{name} of {self._name}"))
+                combined.append(not_combined(f"output{name} of {self._name}", has_loss=self._has_loss))
         return pytree.tree_unflatten(combined, flat[0][1])
 
     def _combined_tensors(
@@ -189,7 +198,7 @@ class SequenceBySequence:
             return values[0]
         if self._labels_sequences and all(value.shape == (1, *values[0].shape[1:]) for value in values):
             return torch.cat(values)
-        return not_combined(f"output{name} of {self._name}")
+        return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss)
 
 
 def _weighted_mean(values: list[Tensor], counts: list[int]) -> Tensor:

@@ -37,7 +37,6 @@ from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
 from lengthwise.runtime.wrap.position_ids import StockPositions
-from lengthwise.runtime.wrap.refused_draws import draws_refused
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
@@ -47,6 +46,7 @@ from lengthwise.runtime.wrap.stage_pass import StageEndError
 from lengthwise.runtime.wrap.structure import find_structure, hugging_face_models
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
+from lengthwise.runtime.wrap.user_functions import LOSS, checked_loss, user_function
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
 LossOf = Callable[[Any, MicroBatch], Tensor]
@@ -129,7 +129,7 @@ class WrappedModel:
     def _by_sequence(self) -> SequenceBySequence:
         return SequenceBySequence(
             self._forward, type(self.model).__name__, self.make_inputs, made_labels=lambda: self.labels.made,
-            labels_sequences=self.labels_sequences,
+            labels_sequences=self.labels_sequences, has_loss=self._loss is not None,
         )  # fmt: skip
 
     def targets_of(self, micro_batch: MicroBatch) -> int:
@@ -281,8 +281,9 @@ class WrappedModel:
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """Return the loss from the output of the forward."""
         if self._loss is not None:
-            with draws_refused("loss=", micro_batch.shard.device):
-                return cast(Tensor, computed(self._loss(output, micro_batch)))
+            with user_function(LOSS, micro_batch.shard.device):
+                loss = computed(self._loss(output, micro_batch))
+            return checked_loss(loss)
         if (loss := loss_in(output)) is not None:
             return cast(Tensor, computed(loss))
         raise InputError(
