@@ -27,7 +27,7 @@ def test_index_prints_one_json_document(cli, folder, tmp_path):
 def test_index_says_what_was_left_out_on_stderr(cli, folder, tmp_path):
     code, out, err = cli("index", folder, "--out", tmp_path / "index")
     assert (code, out) == (0, "")
-    assert "2 sequences, 28 tokens" in err and "left out: 1 empty, such as empty.txt" in err
+    assert "2 sequences, 28 tokens" in err and "left out: 1 document (empty), such as empty.txt" in err
     assert "up to date" in cli("index", folder, "--out", tmp_path / "index")[2]
 
 

@@ -29,7 +29,8 @@ def print_index(store: TokenStore, built: BuiltIndex) -> None:
         lines.append(f"  special tokens spelled in {spelled} became plain letters; --chat recognises them")
     for reason in REASONS:
         if count := info["ledger"].get(reason):
-            lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
+            left_out = f"{counted(count, 'document')} ({reason})"
+            lines.append(f"  left out: {left_out}, such as {info['ledger']['examples'][reason][0]}")
     lines.append(f"next: lengthwise stats {shell_word(store.path)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
 
