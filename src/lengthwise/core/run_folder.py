@@ -23,7 +23,7 @@ from typing import Any
 
 from lengthwise.core.atomic_write import reason, shell_word, shown, write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.lock import FolderLock
+from lengthwise.core.lock import FolderLock, InUseError
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
 from lengthwise.core.specs import MAX_DEVICES, ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -32,6 +32,9 @@ from lengthwise.core.typed_json import from_document
 from lengthwise.core.wording import whole_number
 
 PROVENANCE = "provenance.json"
+STATUS = "status.json"
+LAUNCHER_LOCK, RANKS_LOCK = "launcher", "ranks"
+"""Who holds a run's folder: the process that starts ranks, and the first rank."""
 MAX_NUMBER = 1e18
 """Above any time in seconds and any size in bytes of a timeline."""
 
@@ -102,12 +105,18 @@ class RunFolder:
         return self.path / "timeline" / f"rank_{rank:05d}.jsonl"
 
     def lock(self, holder: str) -> FolderLock:
-        """The lock of ``holder``: "launcher", which starts ranks, or "ranks", of which the first takes it."""
+        """The lock of ``holder``."""
         return FolderLock(
             self.path / f"{holder}.lock",
             user="a run",
             way_out="wait for it to end, stop it, or name another run_folder",
         )
+
+    def check_unused(self) -> None:
+        """Raise ``InUseError`` if a run is going on in the folder."""
+        for holder in (LAUNCHER_LOCK, RANKS_LOCK):
+            with suppress(OSError):  # a folder that cannot be written is refused when it is claimed
+                self.lock(holder).check_free()
 
     def check(self) -> None:
         """Raise ``InputError`` unless this is the folder of a run."""
@@ -127,6 +136,13 @@ class RunFolder:
             beside = self.path.resolve().parent
             folder = shown(beside) if (beside / self.config.name).is_file() else "the folder that train printed"
             return f"it is a file; give {folder}"
+        traces = (self.path / STATUS, *(self.lock(holder).file for holder in (LAUNCHER_LOCK, RANKS_LOCK)))
+        if any(file.exists() for file in traces) and not self._left_of_a_run():
+            try:
+                self.check_unused()
+            except InUseError:
+                return "a run is starting in it, and has not written its config.yaml yet; try again in a moment"
+            return "the run in it ended before it began; the same command as before starts it anew"
         with suppress(OSError):
             configs = [*self.path.glob(f"*/{self.config.name}"), *self.path.glob(f"*/*/{self.config.name}")]
             if configs:
