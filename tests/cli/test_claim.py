@@ -38,12 +38,12 @@ def test_a_run_that_starts_is_in_use_before_it_has_settings_and_names_the_way_on
         code, _, error = cli("train", "--resume", folder.path)
         assert code == 2 and f"{folder.path} is in use by a run: process {os.getpid()} on " in error
         code, _, error = cli("report", folder.path)
-        assert code == 2 and "a run is starting in it, and has not written its config.yaml yet; try again" in error
+        assert code == 2 and "has no config.yaml yet: a run is starting in it; try again in a moment" in error
         write_status(folder, PREEMPTED, exit_code=75)
     for command in (("train", "--resume"), ("report",)):
         code, _, error = cli(*command, folder.path)
         assert code == 2
-        assert "the run in it ended before it began; the same command as before starts it anew" in error
+        assert f"{folder.path} has no config.yaml: the run in it ended before it began; the same command" in error
     with claimed(folder, is_new=True):
         pass  # as that command does
     folder.metrics.touch()

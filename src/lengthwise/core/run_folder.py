@@ -126,23 +126,30 @@ class RunFolder:
         except OSError as error:  # such as a name that is too long
             raise InputError(f"{shown(self.path)} is not a run folder ({reason(error)})") from None
         if not has_config:
-            raise InputError(f"{shown(self.path)} is not a run folder: {self._no_run()}")
+            raise InputError(f"{shown(self.path)} {self._no_run()}")
 
     def _no_run(self) -> str:
-        """Why this is not the folder of a run, and what to give instead."""
+        """What this is instead of the folder of a run, and what to give or to do."""
+        return self._beginning() or f"is not a run folder: {self._instead()}"
+
+    def _beginning(self) -> str:
+        """What is said of a run that has not written its settings, and starts here or did; empty if there is none."""
+        traces = (self.path / STATUS, *(self.lock(holder).file for holder in (LAUNCHER_LOCK, RANKS_LOCK)))
+        if not any(map(os.path.isfile, traces)) or self._left_of_a_run():
+            return ""
+        try:
+            self.check_unused()
+        except InUseError:
+            return "has no config.yaml yet: a run is starting in it; try again in a moment"
+        return "has no config.yaml: the run in it ended before it began; the same command as before starts it anew"
+
+    def _instead(self) -> str:
         if not self.path.exists():
             return "there is nothing of that name; give the folder that train printed, such as outputs/demo/DATE-TIME"
         if not self.path.is_dir():
             beside = self.path.resolve().parent
             folder = shown(beside) if (beside / self.config.name).is_file() else "the folder that train printed"
             return f"it is a file; give {folder}"
-        traces = (self.path / STATUS, *(self.lock(holder).file for holder in (LAUNCHER_LOCK, RANKS_LOCK)))
-        if any(file.exists() for file in traces) and not self._left_of_a_run():
-            try:
-                self.check_unused()
-            except InUseError:
-                return "a run is starting in it, and has not written its config.yaml yet; try again in a moment"
-            return "the run in it ended before it began; the same command as before starts it anew"
         with suppress(OSError):
             configs = [*self.path.glob(f"*/{self.config.name}"), *self.path.glob(f"*/*/{self.config.name}")]
             if configs:
