@@ -155,7 +155,7 @@ def test_templated_text_keeps_its_special_tokens(folder, tokenizer, tmp_path):
     as_text = build(source, tmp_path / "text", tokenizer=str(folder), append_eos=False)
     assert len(as_text.tokens(0)) > len(expected[0])
     told = lengthwise("index", source, "--tokenizer", folder, "--out", tmp_path / "told").stderr
-    assert f"{len(CHATS)} documents spell special tokens, which became plain letters; --chat recognises them" in told
+    assert f"special tokens spelled in {len(CHATS)} documents became plain letters; --chat recognises them" in told
     assert "documents_spelling_special_tokens" not in store.info
     with pytest.raises(InputError, match="--loss completions: 'text' holds text, whose turns are not known"):
         build(source, tmp_path / "out", tokenizer=str(folder), chat=True, loss="completions")

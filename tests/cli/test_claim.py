@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from signal import SIGTERM
 
 from lengthwise.cli import claim
-from lengthwise.cli.claim import LAUNCHER_LOCK, RANKS_LOCK, RanksClaim, claimed, claimed_with_free_name
+from lengthwise.cli.claim import RanksClaim, claimed, claimed_with_free_name
 from lengthwise.cli.ending import ask_to_stop, error_of
-from lengthwise.cli.restart import FAILED, RUNNING, report_error, write_status
+from lengthwise.cli.restart import FAILED, PREEMPTED, RUNNING, report_error, write_status
 from lengthwise.core.lock import STALE_S
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.run_folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder
 from tests.cli.runs import lengthwise
 
 
@@ -30,6 +30,24 @@ def test_a_run_that_has_not_saved_yet_is_in_use_and_not_to_be_removed(tmp_path):
         assert "is in use by a run: process " in error and "remove" not in error
     error = lengthwise("train", "--resume", folder.path, expected=2).stderr
     assert "no complete checkpoint" in error and "is in use" not in error
+
+
+def test_a_run_that_starts_is_in_use_before_it_has_settings_and_names_the_way_on_once_it_ended(tmp_path, cli):
+    folder = RunFolder(tmp_path / "run")
+    with claimed(folder, is_new=True):
+        code, _, error = cli("train", "--resume", folder.path)
+        assert code == 2 and f"{folder.path} is in use by a run: process {os.getpid()} on " in error
+        code, _, error = cli("report", folder.path)
+        assert code == 2 and "has no config.yaml yet: a run is starting in it; try again in a moment" in error
+        write_status(folder, PREEMPTED, exit_code=75)
+    for command in (("train", "--resume"), ("report",)):
+        code, _, error = cli(*command, folder.path)
+        assert code == 2
+        assert f"{folder.path} has no config.yaml: the run in it ended before it began; the same command" in error
+    with claimed(folder, is_new=True):
+        pass  # as that command does
+    folder.metrics.touch()
+    assert "it has no config.yaml; give the folder" in cli("report", folder.path)[2]
 
 
 def test_a_run_that_was_replaced_while_it_slept_says_nothing_in_the_folder(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ import pytest
 
 from lengthwise.cli.ending import ask_to_stop
 from lengthwise.cli.refused_resume import EarlierStatus
-from lengthwise.cli.restart import RUNNING, note_begun, write_status
+from lengthwise.cli.restart import DONE, RUNNING, note_begun, write_status
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint import candidates, latest, verify
@@ -118,9 +118,13 @@ def test_what_a_stop_does_is_told_as_it_is_for_the_signal_and_the_moment(tmp_pat
     write_status(folder, RUNNING)
     assert ask_to_stop(folder, by=SIGTERM) == starting
     note_begun(folder)
-    training = "stopping after the step in flight, with a checkpoint"
+    training = "stopping after the step, or the batch of a validation, in flight, with a checkpoint"
     assert ask_to_stop(folder, by=SIGTERM) == training
     assert ask_to_stop(folder, by=SIGINT) == f"{training}; Ctrl-C once more ends it at once, without saving"
+    note_begun(folder, has_trained=True)
+    assert ask_to_stop(folder, by=SIGINT) == "the last step is done; the run ends when its last checkpoint is complete"
+    write_status(folder, DONE, exit_code=0)
+    assert ask_to_stop(folder, by=SIGINT) == "the run is over, and its processes end by themselves"
 
 
 def harm(run: Path, what: str) -> None:

@@ -169,7 +169,7 @@ def test_a_run_whose_rank_hangs_ends_at_the_second_ctrl_c_and_listens_on_this_ma
         start.process.send_signal(signal.SIGINT)
         time.sleep(0.6)
     code, printed = start.end()
-    assert "stopping after the step in flight, with a checkpoint; Ctrl-C once more" in printed
+    assert "in flight, with a checkpoint; Ctrl-C once more" in printed
     assert code == 130 and "ended at once by a second Ctrl-C, without saving" in printed, printed[-2000:]
     assert start.status() == ("crashed", 130)
     assert not list((tmp_path / "tmp").glob("lengthwise-*")) and not list((tmp_path / "tmp").glob("torchelastic*"))

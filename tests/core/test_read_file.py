@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.read_file import CHUNK, MAX_DOCUMENT_BYTES, read_bytes
+from lengthwise.core.read_file import CHUNK, MAX_DOCUMENT_BYTES, parse_json, read_bytes
 
 
 @pytest.mark.parametrize("size", [0, 7, CHUNK, 2 * CHUNK + 1])
@@ -18,6 +18,20 @@ def test_a_file_is_read_in_memory_of_about_its_size(tmp_path, size):
     tracemalloc.stop()
     assert content == bytes(size)
     assert peak < 3 * size + 4 * CHUNK < MAX_DOCUMENT_BYTES // 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a":\n', "expecting value at column 6"),
+        ('{"a": 1,\n "b":\n\n', "expecting value at line 2, column 6"),
+        ('["a', "unterminated string starting at column 2"),
+        ('["\n"]', "invalid control character at column 3"),
+    ],
+)
+def test_what_is_no_json_is_refused_where_it_ends_or_goes_wrong(text, said):
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        parse_json(text)
 
 
 def test_one_beyond_the_limit_is_refused(tmp_path):

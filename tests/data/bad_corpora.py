@@ -81,8 +81,9 @@ def tokens(line: bytes, *options: object) -> Callable[[Path], Words]:
 
 
 JSON_LINES: dict[str, tuple[bytes, str]] = {
-    "not json": (b"{text: 1}", r"a\.jsonl:2 is not a line of JSON"),
-    "cut off": (b'{"text": "abc', r"a\.jsonl:2 is not a line of JSON"),
+    "not json": (b"{text: 1}", r"a\.jsonl:2 is not a line of JSON: .* at column 2; mend or remove it"),
+    "cut off": (b'{"text": "abc', r"a\.jsonl:2 is not a line of JSON: unterminated string starting at column 10; mend"),
+    "no value": (b'{"text":', r"a\.jsonl:2 is not a line of JSON: expecting value at column 9; mend"),
     "two objects": (b'{"text": "a"}{"text": "b"}', r"a\.jsonl:2 is not a line of JSON"),
     "a list": (b'["text"]', r"a\.jsonl:2: expected a JSON object, found list"),
     "a number": (b"7", r"a\.jsonl:2: expected a JSON object, found int"),
@@ -103,7 +104,10 @@ JSON_LINES: dict[str, tuple[bytes, str]] = {
     "5,000 digits": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", r"a\.jsonl:2 is not a line of JSON.*4300"),
     "invalid UTF-8": (b'{"text": "\xff"}', r"a\.jsonl:2 is not a line of JSON.*utf-8"),
     "UTF-16": ('{"text": "a"}'.encode("utf-16"), r"a\.jsonl:2 is not a line of JSON"),
-    "half a surrogate pair": (b'{"text": "\\ud800"}', r"a\.jsonl:2 is not text in UTF-8"),
+    "half a surrogate pair": (
+        b'{"text": "\\ud800"}',
+        r"a\.jsonl:2 holds half of a surrogate pair.*leave such documents out with --on-binary skip",
+    ),
     "a NUL byte": (b'{"text": "a\0b"}', r"a\.jsonl:2 is not a line of JSON"),
     "a control character": (b'{"text": "a\x01b"}', r"a\.jsonl:2 is not a line of JSON"),
     "a second byte order mark": (b'\xef\xbb\xbf{"text": "a"}', r"a\.jsonl:2 is not a line of JSON"),
@@ -172,7 +176,7 @@ TARS: dict[str, tuple[bytes, str]] = {
     ),
     "directories alone": (header(b"d/", 0, b"5") + END, r"holds no sequence"),
     "devices alone": (header(b"d.txt", 0, b"3") + header(b"e.txt", 0, b"6") + END, r"holds no sequence"),
-    "a compressed member": (member(b"a.txt", gzip.compress(bytes(100))) + END, r"sample 0 \(a\) is a binary file"),
+    "a compressed member": (member(b"a.txt", gzip.compress(bytes(100))) + END, r"sample 0 \(a\) is binary"),
     "a name that is no UTF-8": (member(b"\xff\xfe.jpg", b"x") + END, r"sample 0 \(\\xff\\xfe\) has no member \.txt"),
     "an absolute path of a picture": (member(b"/etc/a.jpg", b"x") + END, r"sample 0 \(/etc/a\) has no member"),
     "a path upwards of a picture": (member(b"../../a.jpg", b"x") + END, r"sample 0 \(\.\./\.\./a\) has no member"),

@@ -59,7 +59,9 @@ def fasta_cases() -> Iterator[Case]:
     yield Case("fasta: no record", file("a.fa", b"\n\n"), r"holds no sequence")
     yield Case("fasta: a header alone", file("a.fa", b">x\n"), r"record 0 is empty")
     yield Case("fasta: an empty record", file("a.fa", b">x\nAC\n>y\n>z\nAC\n"), r"record 1 is empty")
-    yield Case("fasta: not ASCII", file("a.fa", b">x\nAC\n>y\n\xff\xfe\n"), r"record 1 is not text in UTF-8")
+    yield Case(
+        "fasta: not ASCII", file("a.fa", b">x\nAC\n>y\n\xff\xfe\n"), r"record 1 holds a letter that is not ASCII"
+    )
     large = file("a.fa", b">x\nAC\n>y\n" + b"ACGT\n" * 9, "--max-document", 30)
     yield Case("fasta: too large a record", large, r"record 1 has 36 bytes, and a document may have 30")
     for name in ("0mer", "13mer", "6mer/0", "6mer/7"):

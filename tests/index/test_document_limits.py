@@ -267,7 +267,7 @@ def make_bomb(path, num_bytes):
     ("make", "name", "num_bytes", "options", "said"),
     [
         (make_line, "a.jsonl", 1 << 30, [], "a.jsonl:2 has 1,073,741,837 bytes, and a document may have 268,435,456"),
-        (make_line, "a.jsonl", 1 << 30, ["--on-large", "skip"], "left out: 1 large, such as a.jsonl"),
+        (make_line, "a.jsonl", 1 << 30, ["--on-large", "skip"], "left out: 1 document (large), such as a.jsonl:1"),
         (make_line, "a.jsonl", 200 << 20, [], "3 sequences, 209,715,"),
         (make_bomb, "a.tar.gz", 20 << 30, [], "unpacks to"),
     ],

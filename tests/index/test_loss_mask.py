@@ -108,7 +108,10 @@ def test_a_sequence_without_a_target_is_named_or_counted(tmp_path):
     left = [row for k, row in enumerate(ROWS) if k not in (4, 7)]
     assert [store.tokens(id).tolist() for id in range(len(store))] == left
     assert [store.loss_mask(id).tolist() for id in range(len(store))] == masks(LABELS[:4] + LABELS[5:7] + LABELS[8:])
-    assert (store.info["ledger"]["no_loss"], store.info["ledger"]["examples"]["no_loss"]) == (2, ["a.jsonl"])
+    assert (store.info["ledger"]["no_loss"], store.info["ledger"]["examples"]["no_loss"]) == (
+        2,
+        ["a.jsonl:5", "a.jsonl:8"],
+    )
 
 
 @pytest.mark.parametrize(

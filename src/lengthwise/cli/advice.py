@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.run_config import TrainConfig
 from lengthwise.core.atomic_write import shown
-from lengthwise.core.wording import bytes_in_words
+from lengthwise.core.wording import bytes_in_words, counted
 
 if TYPE_CHECKING:
     from lengthwise.runtime.train.trainer import TrainingLoop
@@ -32,8 +32,9 @@ def space_warning(trainer: "TrainingLoop") -> str | None:
     if free >= num_more * num_bytes:
         return None
     return (
-        f"warning: {shown(folder.path)} has {bytes_in_words(free)} free, {num_more} checkpoints to come need "
-        f"{bytes_in_words(num_more * num_bytes)} (train.keep_checkpoints={keep}): the run ends where the disk is full"
+        f"warning: {shown(folder.path)} has {bytes_in_words(free)} free, {counted(num_more, 'checkpoint')} to come "
+        f"need {bytes_in_words(num_more * num_bytes)} (train.keep_checkpoints={keep}): the run ends where the disk is "
+        "full"
     )
 
 

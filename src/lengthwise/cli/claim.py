@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, NoReturn
 from lengthwise.core.atomic_write import make_folder, reason, remove_empty, shown
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import STALE_S, FolderLock, InUseError
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.run_folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
 
-LAUNCHER_LOCK, RANKS_LOCK = "launcher", "ranks"
 TOKEN_VARIABLE = "LENGTHWISE_LOCK"
 """How ranks know that the launcher that holds their folder is the one that started them."""
 _tokens: set[str] = set()
@@ -63,13 +62,6 @@ def claimed_with_free_name(base: Path) -> Iterator[RunFolder]:
                 stack.enter_context(claimed(folder, is_new=True))
                 break
         yield folder
-
-
-def check_unused(folder: RunFolder) -> None:
-    """Raise ``InUseError`` if a run is going on in the folder."""
-    for holder in (LAUNCHER_LOCK, RANKS_LOCK):
-        with suppress(OSError):  # a folder that cannot be written is refused when it is claimed
-            folder.lock(holder).check_free()
 
 
 def another_run_holds(folder: RunFolder) -> bool:

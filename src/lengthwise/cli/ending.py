@@ -4,7 +4,7 @@ from contextlib import suppress
 from signal import SIGINT
 
 from lengthwise.cli.claim import another_run_holds, loss_in_words
-from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
+from lengthwise.cli.restart import CRASHED, FAILED, OVER, PREEMPTED, RUNNING, read_status, write_status
 from lengthwise.config.run_config import load_saved
 from lengthwise.core.atomic_write import reason, shell_word, shown
 from lengthwise.core.errors import InputError, LengthwiseError
@@ -46,10 +46,15 @@ def ask_to_stop(folder: RunFolder, *, by: int) -> str:
             folder.stop.touch()
     except OSError as error:  # this runs in a signal's handler, where an error would end the launcher alone
         return f"the run cannot be asked to stop ({reason(error)}); {at_once}, without saving"
-    if not read_status(folder).get("has_begun"):
+    status = read_status(folder)
+    if status.get("state") in OVER:
+        return "the run is over, and its processes end by themselves"
+    if not status.get("has_begun"):
         return "stopping while ranks start; no step has begun, so there is nothing to save"
+    if status.get("has_trained"):
+        return "the last step is done; the run ends when its last checkpoint is complete"
     again = f"; {at_once}, without saving" if by == SIGINT else ""
-    return f"stopping after the step in flight, with a checkpoint{again}"
+    return f"stopping after the step, or the batch of a validation, in flight, with a checkpoint{again}"
 
 
 def way_on(folder: RunFolder) -> str:

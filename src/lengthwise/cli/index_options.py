@@ -84,7 +84,11 @@ Empty = Annotated[
     OnEmpty | None, typer.Option(help="Documents without a token; default: drop in folders of text files, else error.")
 ]
 Binary = Annotated[
-    OnBinary | None, typer.Option(help="Files that are no UTF-8 text; default: error, but skip with --python-stdlib.")
+    OnBinary | None,
+    typer.Option(
+        help="Documents that are no UTF-8 text, files or rows: error, or skip, which leaves them out and counts them; "
+        "default: error, but skip with --python-stdlib."
+    ),
 ]
 MaxDocument = Annotated[
     int, typer.Option(metavar="BYTES", help="Most bytes of a document, as it is in its file; larger ones are refused.")

@@ -4,11 +4,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lengthwise.cli.claim import another_run_holds
-from lengthwise.cli.restart import FAILED, STATUS, read_status
+from lengthwise.cli.restart import FAILED, read_status
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError
-from lengthwise.core.run_folder import PROVENANCE, RunFolder
+from lengthwise.core.run_folder import PROVENANCE, STATUS, RunFolder
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.state.checkpoint_files import candidates, check_optimizer, latest, read_state
 

@@ -16,9 +16,10 @@ from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.config.run_config import Config, load_saved
-from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
+from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shell_word, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.run_folder import STATUS, RunFolder
+from lengthwise.core.wording import counted
 from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.train.trainer import TrainingLoop
 
-STATUS = "status.json"
 RUNNING, DONE, PREEMPTED, FAILED, CRASHED = "running", "done", "preempted", "failed", "crashed"
 """States of a run. What crashed may go well if it is tried again; what failed would fail again."""
 OVER = (DONE, PREEMPTED, FAILED)
@@ -60,21 +60,18 @@ def write_status(
     *,
     exit_code: int | None = None,
     error: str = "",
-    by_signal: bool = False,
-    has_begun: bool = False,
+    **notes: bool | str,
 ) -> None:
-    """Record how the run goes, and the step of the newest checkpoint once it has ended; ``has_begun``: a step.
+    """Record how the run goes, and the step of the newest checkpoint once it has ended.
 
-    Where the disk is full, the file is written over in place: it has been given room for that from the start. Where
-    another run has taken the folder over, nothing is written.
+    ``notes`` that are not empty are recorded too: ``by_signal``; ``has_begun`` and ``has_trained``, the first and the
+    last step; ``stopped_early``, in words. Where the disk is full, the file is written over in place: it has been given
+    room for that from the start. Where another run has taken the folder over, nothing is written.
     """
     if another_run_holds(folder):
         return
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
-    if by_signal:
-        document["by_signal"] = True
-    if has_begun:
-        document["has_begun"] = True
+    document |= {name: note for name, note in notes.items() if note}
     if state != RUNNING:
         document["safe_step"] = None
         with suppress(OSError, InputError):  # the latter: there is none
@@ -101,11 +98,23 @@ def _write_over(file: Path, document: dict[str, Any]) -> None:
         stream.write(content.ljust(size))
 
 
-def note_begun(folder: RunFolder) -> None:
-    """Let the launcher know that steps begin: from now on there is something to save."""
+def note_begun(folder: RunFolder, *, has_trained: bool = False) -> None:
+    """Let the launcher know that steps begin, from when on there is something to save; or that the last one is done."""
     if is_first():
         with suppress(OSError):
-            write_status(folder, RUNNING, has_begun=True)
+            write_status(folder, RUNNING, has_begun=True, has_trained=has_trained)
+
+
+def early_stop(trainer: "TrainingLoop") -> str:
+    """How validation ended a run before its last step, and how to go on; empty if it did not."""
+    validation, num_steps = trainer.validation, trainer.config.train.num_steps
+    if validation is None or not validation.should_stop or trainer.next_step >= num_steps:
+        return ""
+    return (
+        f"stopped early after step {trainer.next_step:,} of {num_steps:,}: no lower validation loss in "
+        f"{counted(validation.num_worse, 'validation')} (train.patience={validation.patience}); go on with: "
+        f"lengthwise train --resume {shell_word(trainer.folder.path)} train.patience=null"
+    )
 
 
 def read_status(folder: RunFolder) -> dict[str, Any]:

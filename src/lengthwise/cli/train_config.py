@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
+from lengthwise.cli.claim import claimed, claimed_with_free_name
 from lengthwise.cli.ending import ask_to_stop, error_of, way_on
 from lengthwise.cli.failures import failures_of_run
 from lengthwise.cli.launch import (
@@ -98,7 +98,10 @@ def train(
 def _check_resumed(folder: Path, config: Path | None) -> None:
     if config is not None:
         raise InputError(f"--resume goes on with {folder}/config.yaml; give overrides, not another config ({config})")
-    RunFolder(folder).check()
+    run = RunFolder(folder)
+    if run.path.is_dir() and not is_rank():  # ranks are of the run that uses it
+        run.check_unused()  # before it is looked into: a run that starts has not written its settings yet
+    run.check()
 
 
 def _load_of(folder: Path, overrides: Sequence[str]) -> Config:
@@ -130,7 +133,7 @@ def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFo
         folder.check_new()
         return folder
     folder = RunFolder(resume)
-    check_unused(folder)
+    folder.check_unused()
     folder.check_records()
     if not fall_back:
         latest(folder.checkpoints)

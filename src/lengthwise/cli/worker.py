@@ -18,8 +18,8 @@ from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
-    STATUS,
     ResumePoint,
+    early_stop,
     end_with_parent,
     note_begun,
     num_restarts,
@@ -36,7 +36,7 @@ from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import make_folder, shell_word
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.lock import InUseError
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.run_folder import STATUS, RunFolder
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.length_stats import histogram
@@ -61,6 +61,7 @@ from lengthwise.session.validation_set import validation_corpus
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.train.step_metrics import StepCallback
+    from lengthwise.runtime.train.trainer import TrainingLoop
 
 ASKED_WITHIN_S = 1.0
 """How much sooner than the launcher a rank may get the signal that asks both to stop."""
@@ -77,7 +78,12 @@ def run_worker(
     from lengthwise.runtime.comm.world import start_world, stop_world
 
     claim = RanksClaim(folder)
-    stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim), on_begin=partial(note_begun, folder))
+    stop = StopRequest(
+        folder.stop,
+        end_start=partial(_end_start, folder, claim),
+        on_begin=partial(note_begun, folder),
+        on_end=partial(note_begun, folder, has_trained=True),
+    )
     stop.heed_launcher(end_with_parent(stop.look))
     try:
         if is_first():
@@ -96,9 +102,10 @@ def run_worker(
         if world.is_first:
             write_status(folder, RUNNING)
         start = ResumePoint(folder=folder, resume=resume, fall_back=fall_back)
-        _train(config, world, start, stop, check_folder=claim.check, quiet=quiet)
+        stopped_early = early_stop(_train(config, world, start, stop, check_folder=claim.check, quiet=quiet))
         if world.is_first:
-            write_status(folder, DONE, exit_code=0)
+            _say("" if quiet else stopped_early)
+            write_status(folder, DONE, exit_code=0, stopped_early=stopped_early)
         stop_world(world)
         claim.release()
     except InUseError as error:
@@ -172,7 +179,7 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
 def _train(
     config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest, *, check_folder: Callable[[], None],
     quiet: bool,
-) -> None:  # fmt: skip
+) -> "TrainingLoop":  # fmt: skip
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import TrainingLoop
@@ -221,14 +228,19 @@ def _train(
                 check_plans_fit(parts.planner, config, spec, cluster)
             check_plans_of_run(config, parts.planner, corpus, first_step=trainer.next_step)
         if world.is_first:
-            if warning := space_warning(trainer):
-                stderr().print(warning, soft_wrap=True)
+            _say(space_warning(trainer))
             # not before: a refused run leaves a folder as it was; so does one of which nothing is left to train
             if not (trainer.is_done and start.folder.config.is_file()):
                 _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
         trainer.fit()
+        return trainer
     finally:
         parts.close()
+
+
+def _say(words: str | None) -> None:
+    if words:
+        stderr().print(words, soft_wrap=True)
 
 
 def _show_compiled(callbacks: "list[StepCallback]", done: int, total: int) -> None:

@@ -107,8 +107,10 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False, finite: bool = T
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start:,})") from None
     except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise ValueError(f"{error.msg[0].lower()}{error.msg[1:]} at {line}column {error.colno}") from None
+        end = len(error.doc.rstrip())  # what is missing is missed there, not on a line that follows
+        place = json.JSONDecodeError(error.msg.removesuffix(" at"), error.doc, min(error.pos, end))
+        line = f"line {place.lineno}, " if place.lineno > 1 else ""
+        raise ValueError(f"{place.msg[0].lower()}{place.msg[1:]} at {line}column {place.colno}") from None
 
 
 def brief(value: object, limit: int = 80) -> str:

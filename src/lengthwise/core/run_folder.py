@@ -23,7 +23,7 @@ from typing import Any
 
 from lengthwise.core.atomic_write import reason, shell_word, shown, write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.lock import FolderLock
+from lengthwise.core.lock import FolderLock, InUseError
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
 from lengthwise.core.specs import MAX_DEVICES, ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -32,6 +32,9 @@ from lengthwise.core.typed_json import from_document
 from lengthwise.core.wording import whole_number
 
 PROVENANCE = "provenance.json"
+STATUS = "status.json"
+LAUNCHER_LOCK, RANKS_LOCK = "launcher", "ranks"
+"""Who holds a run's folder: the process that starts ranks, and the first rank."""
 MAX_NUMBER = 1e18
 """Above any time in seconds and any size in bytes of a timeline."""
 
@@ -102,12 +105,18 @@ class RunFolder:
         return self.path / "timeline" / f"rank_{rank:05d}.jsonl"
 
     def lock(self, holder: str) -> FolderLock:
-        """The lock of ``holder``: "launcher", which starts ranks, or "ranks", of which the first takes it."""
+        """The lock of ``holder``."""
         return FolderLock(
             self.path / f"{holder}.lock",
             user="a run",
             way_out="wait for it to end, stop it, or name another run_folder",
         )
+
+    def check_unused(self) -> None:
+        """Raise ``InUseError`` if a run is going on in the folder."""
+        for holder in (LAUNCHER_LOCK, RANKS_LOCK):
+            with suppress(OSError):  # a folder that cannot be written is refused when it is claimed
+                self.lock(holder).check_free()
 
     def check(self) -> None:
         """Raise ``InputError`` unless this is the folder of a run."""
@@ -117,10 +126,24 @@ class RunFolder:
         except OSError as error:  # such as a name that is too long
             raise InputError(f"{shown(self.path)} is not a run folder ({reason(error)})") from None
         if not has_config:
-            raise InputError(f"{shown(self.path)} is not a run folder: {self._no_run()}")
+            raise InputError(f"{shown(self.path)} {self._no_run()}")
 
     def _no_run(self) -> str:
-        """Why this is not the folder of a run, and what to give instead."""
+        """What this is instead of the folder of a run, and what to give or to do."""
+        return self._beginning() or f"is not a run folder: {self._instead()}"
+
+    def _beginning(self) -> str:
+        """What is said of a run that has not written its settings, and starts here or did; empty if there is none."""
+        traces = (self.path / STATUS, *(self.lock(holder).file for holder in (LAUNCHER_LOCK, RANKS_LOCK)))
+        if not any(map(os.path.isfile, traces)) or self._left_of_a_run():
+            return ""
+        try:
+            self.check_unused()
+        except InUseError:
+            return "has no config.yaml yet: a run is starting in it; try again in a moment"
+        return "has no config.yaml: the run in it ended before it began; the same command as before starts it anew"
+
+    def _instead(self) -> str:
         if not self.path.exists():
             return "there is nothing of that name; give the folder that train printed, such as outputs/demo/DATE-TIME"
         if not self.path.is_dir():

@@ -43,6 +43,11 @@ def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[s
     return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as 1 sequence or 2,048 sequences."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def whole_number(text: str) -> int | None:
     """The number that up to nine digits spell; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None

@@ -8,6 +8,7 @@ import numpy as np
 from lengthwise.config.choices import OverLength
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,12 @@ class LengthLedger:
         """What became of sequences over the limit; empty if every token is kept in one piece."""
         if not (self.dropped or self.truncated or self.split):
             return ""
-        limit = f"{self.max_length:,}"
+        limit, cut = f"{self.max_length:,}", counted(self.tokens_cut, "token")
         return {
-            "drop": f"{self.dropped:,} sequences ({self.tokens_dropped:,} tokens) over {limit} left out",
-            "truncate": f"{self.truncated:,} sequences cut at {limit}, losing {self.tokens_cut:,} tokens",
-            "split": f"{self.split:,} sequences over {limit} split into {self.pieces:,} pieces",
+            "drop": f"{counted(self.dropped, 'sequence')} ({counted(self.tokens_dropped, 'token')}) over {limit} left "
+            "out",
+            "truncate": f"{counted(self.truncated, 'sequence')} cut at {limit}, losing {cut}",
+            "split": f"{counted(self.split, 'sequence')} over {limit} split into {counted(self.pieces, 'piece')}",
         }[self.rule]
 
     def to_json(self) -> dict[str, Any]:

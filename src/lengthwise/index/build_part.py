@@ -152,7 +152,7 @@ def _without_empty(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) -
     if not job.drop_empty:
         place = where(unit, row, file=file)
         raise InputError(f"{place} is empty: it has no token; remove it, or pass --on-empty drop")
-    tally.intake.add("empty", unit.files[file].name, count=int(is_empty.sum()))
+    tally.intake.add("empty", _places(batch, is_empty))
     return batch._replace(lengths=batch.lengths[~is_empty], origins=batch.origins[~is_empty])
 
 
@@ -171,9 +171,14 @@ def _without_loss(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) ->
         why = "there is no turn of the assistant" if job.fields.chat else f"{_loss_columns(job)}"
         place = where(unit, row, file=file)
         raise InputError(f"{place} has no token with a loss: {why}; remove it, or pass --on-empty drop")
-    tally.intake.add("no_loss", unit.files[file].name, count=int((~has_loss).sum()))
+    tally.intake.add("no_loss", _places(batch, ~has_loss))
     stays = np.repeat(has_loss, batch.lengths)
     return _Batch(batch.flat[stays], batch.lengths[has_loss], batch.origins[has_loss], mask[stays])
+
+
+def _places(batch: _Batch, is_left_out: np.ndarray) -> list[tuple[int, int]]:
+    """The file and row of some documents of a batch."""
+    return [(file, row) for file, row in batch.origins[is_left_out].tolist()]
 
 
 def _loss_columns(job: PartJob) -> str:
@@ -257,7 +262,7 @@ def _pass_over(job: PartJob, unit: WorkUnit, document: Document, tally: _Tally) 
     """Count a document that is left out, or refuse it."""
     if not (job.skip_large if document.problem == "large" else job.skip_binary):
         raise InputError(f"{where(unit, document.row, file=document.file)} {_why(document, job.limits, unit)}")
-    tally.intake.add(document.problem, unit.files[document.file].name)
+    tally.intake.add(document.problem, [(document.file, document.row)])
 
 
 def _why(document: Document, limits: Limits, unit: WorkUnit) -> str:
@@ -267,21 +272,23 @@ def _why(document: Document, limits: Limits, unit: WorkUnit) -> str:
             f"has {document.size:,} bytes, and a document may have {limits.document:,}; raise --max-document, or skip "
             "such documents with --on-large skip"
         )
-    is_packed = unit.format is Format.TEXT and unit.files[document.file].name.lower().endswith(_PACKED)
+    is_file = unit.format is Format.TEXT
+    is_packed = is_file and unit.files[document.file].name.lower().endswith(_PACKED)
     reason = {
-        "binary": "is compressed: unpack it first; or" if is_packed else "is a binary file (it holds a NUL byte);",
-        "undecodable": "is compressed: unpack it first; or" if is_packed else "is not text in UTF-8;",
+        "binary": f"is {'a binary file' if is_file else 'binary'} (it holds a NUL byte);",
+        "undecodable": f"{document.reason or 'is not text in UTF-8'};",
         "unreadable": "cannot be read;",
     }[document.problem]
-    return f"{reason} skip such files with --on-binary skip, or choose files with --glob"
+    if is_packed and document.problem != "unreadable":
+        reason = "is compressed: unpack it first; or"
+    if is_file:
+        return f"{reason} skip such files with --on-binary skip, or choose files with --glob"
+    return f"{reason} mend it, or leave such documents out with --on-binary skip"
 
 
 def _length_batch(unit: WorkUnit, tally: _Tally) -> _Batch:
     check_unchanged(unit.files[0])
     lengths = np.array(open_lengths(unit.files[0])[unit.start : unit.stop])
-    if lengths.dtype == np.uint64:
-        lengths = np.minimum(lengths, np.uint64(2 * MOST_TOKENS))  # what is above is no length either
-    lengths = lengths.astype(np.int64)
     if len(lengths) and (shortest := int(lengths.min())) < 0:
         place = where(unit, int(np.argmin(lengths)))
         raise InputError(f"{place} is {shortest}; a length is a number of tokens, 0 or more")
@@ -291,4 +298,4 @@ def _length_batch(unit: WorkUnit, tally: _Tally) -> _Batch:
     tally.num_rows = len(lengths)
     tally.intake.documents += len(lengths)
     rows = np.arange(len(lengths))
-    return _Batch(None, lengths, np.stack([np.zeros_like(rows), rows], axis=1))
+    return _Batch(None, lengths.astype(np.int64), np.stack([np.zeros_like(rows), rows], axis=1))

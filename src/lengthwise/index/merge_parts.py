@@ -14,13 +14,12 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.index.build_part import PartJob, part_path
 from lengthwise.index.index_info import TOKENIZER_FILES
+from lengthwise.index.readers.document import ROW_NAMES, where
 from lengthwise.index.settings import FORMAT_VERSION, LOSS_MASK_VERSION
 from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format, WorkUnit
 from lengthwise.index.store import MASK_DTYPE, token_blocks, token_digest
 from lengthwise.index.tokenizers import dtype_for, load_tokenizer
-
-_ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +94,14 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
     intake = SkippedDocuments()
     num_sequences = num_tokens = max_length = num_loss_tokens = num_spelled = 0
     max_token = -1
-    for unit in units:
-        counts = _counts(job, unit)
+    for unit, counts, rows_before in _with_counts(job, units):
         num_sequences += counts["num_sequences"]
         num_tokens += counts["num_tokens"]
         max_length = max(max_length, counts["max_length"])
         max_token = max(max_token, counts["max_token"])
         num_loss_tokens += counts.get("num_loss_tokens", 0)  # parts of an earlier version have none
         num_spelled += counts.get("num_spelled", 0)
-        intake.merge(counts["intake"])
+        intake.merge(counts["intake"], partial(_place, unit, rows_before))
     return _Totals(
         num_sequences=num_sequences,
         num_tokens=num_tokens,
@@ -115,9 +113,19 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
     )
 
 
-def _counts(job: PartJob, unit: WorkUnit) -> dict[str, Any]:
-    counts: dict[str, Any] = json.loads((part_path(job, unit.number) / "counts.json").read_text())
-    return counts
+def _with_counts(job: PartJob, units: list[WorkUnit]) -> Iterator[tuple[WorkUnit, dict[str, Any], int]]:
+    """Each unit, the counts of its part, and how many rows its file has before it."""
+    path, rows_before = "", 0
+    for unit in units:
+        counts: dict[str, Any] = json.loads((part_path(job, unit.number) / "counts.json").read_text())
+        if unit.files[0].path != path:
+            path, rows_before = unit.files[0].path, 0
+        yield unit, counts, rows_before
+        rows_before += counts["num_rows"]
+
+
+def _place(unit: WorkUnit, rows_before: int, file: int, row: int) -> str:
+    return where(unit, row, file=file, rows_before=rows_before)
 
 
 def _whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -187,17 +195,13 @@ def _part_lengths(job: PartJob, units: list[WorkUnit]) -> Iterator[np.ndarray]:
 
 def _document_lines(job: PartJob, units: list[WorkUnit]) -> Iterator[bytes]:
     """One line per sequence: the source file and, in files of many documents, which line, record or row."""
-    path, rows_before = "", 0
-    for unit in units:
+    for unit, _, rows_before in _with_counts(job, units):
         origins = np.load(part_path(job, unit.number) / "origins.npy")
         names = [json.dumps(file.name) for file in unit.files]
         if unit.format is Format.TEXT:
             yield from (f'{{"source": {names[file]}}}\n'.encode() for file in origins[:, 0].tolist())
             continue
-        if unit.files[0].path != path:
-            path, rows_before = unit.files[0].path, 0
-        key = _ROW_NAME.get(unit.format, "row")
+        key = ROW_NAMES.get(unit.format, "row")
         first = rows_before + (unit.format is Format.JSONL)  # lines are counted from 1, all else from 0
         rows = (origins[:, 1] + first).tolist()
         yield from (f'{{"source": {names[0]}, "{key}": {row}}}\n'.encode() for row in rows)
-        rows_before += _counts(job, unit)["num_rows"]

@@ -204,4 +204,4 @@ def _kind_of(value: Any) -> Kind:
         return "tokens"
     if types <= {bool}:
         return "flags"
-    return "numbers" if types <= {int, bool, float} else "other"
+    return "other" if types <= {str, dict} else "numbers"  # also one with a null, which reading it refuses

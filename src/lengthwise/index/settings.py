@@ -49,7 +49,7 @@ class IndexSettings:
     on_empty: Literal["", "error", "drop"] = ""
     """What happens to documents without a token; empty: drop in folders of text files, error elsewhere."""
     on_binary: Literal["", "error", "skip"] = ""
-    """What happens to files that are no text; empty: skip in the standard library, error elsewhere."""
+    """What happens to documents that are no text, files or rows; empty: skip in the standard library, else error."""
     max_document: int = MAX_DOCUMENT
     """Most bytes of a document."""
     on_large: Literal["", "error", "skip"] = ""
@@ -97,7 +97,7 @@ class IndexSettings:
         return self.on_empty == "drop" or (not self.on_empty and by_default)
 
     def skips_binary(self) -> bool:
-        """Whether files that are no text are skipped (and counted) rather than refused."""
+        """Whether documents that are no text, files or rows, are left out (and counted) rather than refused."""
         return self.on_binary == "skip" or (not self.on_binary and self.source is None)
 
     def to_json(self, sources: Sources, *, fields: dict[str, Any], tokenizer_digest: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from lengthwise.core.cost import CostError, error_of
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import counted
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.plan.policies import POLICIES
@@ -238,7 +239,7 @@ def _facts(
     names = dict.fromkeys(cluster.name for cluster in clusters)
     yield "Clusters", f"{', '.join(names)}, {device.memory_in_words} a device"
     yield "Costs", contest.profile.in_words(error) if contest.profile else device.error_in_words
-    yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
+    yield "Lengths", f"{source}: {counted(len(lengths), 'sequence')}, {counted(lengths.num_tokens, 'token')}"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     schemes = [*map(str, search_space.methods or DEFAULT_METHODS), f"recompute {search_space.recompute}"]
     schemes += [f"offload {search_space.offload}", f"sharded gradients {search_space.shard_gradients}"]

@@ -1,5 +1,6 @@
 """Statistics of an index, of the data of a run, or of a file of lengths."""
 
+import os
 from pathlib import Path
 
 from lengthwise.config.run_config import Config, load
@@ -18,10 +19,10 @@ _CONFIGS = (".yaml", ".yml")
 
 def data_settings(source: Path, overrides: list[str]) -> Config:
     """The settings in ``source``, or of an index there, with ``overrides``; a file of lengths is no index."""
-    if source.suffix in _CONFIGS:
+    if source.suffix in _CONFIGS and not os.path.isdir(source):
         return load(source, overrides)
     config = load(None, overrides)
-    index = "" if source.suffix == ".npy" else str(source)
+    index = "" if _is_file_of_lengths(source) else str(source)
     return config.model_copy(update={"data": config.data.model_copy(update={"index": index})})
 
 
@@ -36,16 +37,21 @@ def sampling_of(source: Path, config: Config) -> SamplingReport:
     Raises:
         InputError: the order follows a metric, and there are lengths alone.
     """
-    if source.suffix != ".npy":
+    if not _is_file_of_lengths(source):
         return sampling_report(config, open_corpus(config.data))
     if config.data.metric != LENGTH:
         raise InputError(f"{source} holds lengths alone; metric {config.data.metric} is saved beside an index")
     return safety_of_lengths(config, _lengths(source, config))
 
 
+def _is_file_of_lengths(source: Path) -> bool:
+    """Whether ``source`` names a file of lengths; a folder is an index, whatever its name ends in."""
+    return source.suffix == ".npy" and not os.path.isdir(source)
+
+
 def _lengths(source: Path, config: Config) -> LengthIndex:
     """Lengths of the first epoch, after the length rule."""
-    if source.suffix != ".npy":
+    if not _is_file_of_lengths(source):
         return open_corpus(config.data).epoch_lengths(config.seed)
     if config.data.mixture:
         raise InputError(f"{source} holds the lengths of one corpus; give a configuration instead to see a mixture")

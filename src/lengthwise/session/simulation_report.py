@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.core.wording import GIB
+from lengthwise.core.wording import GIB, counted
 from lengthwise.report.pages.run_text import KeyFigure, start_facts
 from lengthwise.report.pages.simulation_page import ShownStep, SimulationPage, render_simulation
 from lengthwise.report.units import MISSING, count, hours, memory, seconds, share
@@ -83,7 +83,7 @@ def _parts(document: dict[str, Any]) -> tuple[tuple[str, str, float], ...]:
 
 
 def _conditions(num_steps: int, options: SimOptions) -> list[str]:
-    parts = ["1 step" if num_steps == 1 else f"{num_steps:,} steps"]
+    parts = [counted(num_steps, "step")]
     return [*parts, options.in_words] if options.in_words else parts
 
 

@@ -27,8 +27,18 @@ def test_index_prints_one_json_document(cli, folder, tmp_path):
 def test_index_says_what_was_left_out_on_stderr(cli, folder, tmp_path):
     code, out, err = cli("index", folder, "--out", tmp_path / "index")
     assert (code, out) == (0, "")
-    assert "2 sequences, 28 tokens" in err and "left out: 1 empty, such as empty.txt" in err
+    assert "2 sequences, 28 tokens" in err and "left out: 1 document (empty), such as empty.txt" in err
     assert "up to date" in cli("index", folder, "--out", tmp_path / "index")[2]
+
+
+def test_one_sequence_of_one_token_is_written_in_the_singular(cli, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [6]}\n')
+    index = tmp_path / "index"
+    built = cli("index", tmp_path / "a.jsonl", "--field", "input_ids", "--out", index)[2]
+    assert "1 sequence, 1 token, longest 1" in built
+    assert "1 sequence, all as indexed" in cli("index", "--verify", index)[2]
+    assert "1 sequence, 1 token\n" in cli("stats", index)[1]
+    assert "length of 1 sequence (" in cli("analyze", index, "--metric", "length")[1]
 
 
 def test_verify_finds_a_changed_token(cli, folder, tmp_path):

@@ -24,6 +24,15 @@ def test_stats_of_an_index_and_of_its_lengths_agree(cli, lengths, tmp_path):
     assert of_file["num_tokens"] == 203_100 and len(of_file["histogram"]) == 9 and len(of_file["cuts"]) == 8
 
 
+@pytest.mark.parametrize("options", [[], ["--sampling", "data.tokens_per_step=300K"]], ids=["lengths", "sampling"])
+@pytest.mark.parametrize("name", ["index.npy", "index.yaml", "index.yml"])
+def test_a_folder_is_an_index_whatever_its_name_ends_in(cli, lengths, tmp_path, name, options):
+    said = cli("index", lengths, "--out", tmp_path / name)[2]
+    assert f"next: lengthwise stats {tmp_path / name}" in said
+    of_index = json.loads(cli("stats", tmp_path / name, *options, "--json")[1])
+    assert {**of_index, "path": ""} == {**json.loads(cli("stats", lengths, *options, "--json")[1]), "path": ""}
+
+
 def test_stats_shows_tables(cli, lengths):
     code, out, err = cli("stats", lengths, "--max-length", 150, "--max-length", 4096)
     assert (code, err) == (0, "")

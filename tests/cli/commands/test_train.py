@@ -69,6 +69,22 @@ def test_a_quiet_run_says_only_that_it_is_done_with_a_command_to_copy(corpus, tm
     assert f"go on with --resume '{folder}' if" in str(refused.value)
 
 
+def test_a_run_that_stops_early_says_so_and_goes_on_as_it_says(corpus, tmp_path):
+    folder = tmp_path / "run"
+    more = ["train.steps=6", "train.validate_every=1", "train.patience=1", "optim.lr=5", "data.validation_share=0.1"]
+    done = lengthwise("train", *settings(corpus, folder, *more))
+    last = len(RunFolder(folder).read_metrics())
+    words = (
+        f"stopped early after step {last} of 6: no lower validation loss in 1 validation (train.patience=1); go on "
+        f"with: lengthwise train --resume {folder} train.patience=null"
+    )
+    assert last < 6 and done.stderr.splitlines()[-2:] == [words, f"done; next: lengthwise report {folder}"]
+    assert RunFolder(folder).read_json("status.json")["stopped_early"] == words
+    again = lengthwise("train", *words.partition("lengthwise train ")[2].split()).stderr
+    assert len(RunFolder(folder).read_metrics()) == 6 and "stopped early" not in again
+    assert RunFolder(folder).read_json("status.json").keys() == {"state", "exit_code", "error", "attempt", "safe_step"}
+
+
 NUM_STEPS, NUM_LAYERS = 5, 4
 
 

@@ -11,6 +11,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.index.build_part import PartJob, build_part
 from lengthwise.index.readers.documents_reader import read_documents
 from lengthwise.index.row_fields import RowFields
+from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format
 from lengthwise.index.sources import find_sources
 from lengthwise.index.tokenizers import TokenizerSpec
@@ -126,13 +127,16 @@ def test_jsonl_places_count_lines_from_one_over_blank_lines_and_shards(tmp_path)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"text": ', "a.jsonl:31 is not a line of JSON"),
+        ('{"text": ', "a.jsonl:31 is not a line of JSON: expecting value at column 9; mend or remove it"),
         ("[1]", "a.jsonl:31: expected a JSON object, found list"),
         ('{"body": "x"}', "a.jsonl:31 has no field 'text'; choose with --field (fields here: body)"),
         ('{"text": 3}', "a.jsonl:31: expected text, found int"),
         ('{"text": ""}', "a.jsonl:31 is empty"),
         ('{"text": null}', "a.jsonl:31 is empty"),
-        ('{"text": "\\ud800"}', "a.jsonl:31 is not text in UTF-8"),
+        (
+            '{"text": "\\ud800"}',
+            "a.jsonl:31 holds half of a surrogate pair, which UTF-8 cannot write; mend it, or leave",
+        ),
         ("[" * 100_000, "a.jsonl:31 is not a line of JSON"),
     ],
 )
@@ -229,6 +233,51 @@ def test_a_file_that_is_no_text_is_refused_or_counted(tmp_path):
     counts = {key: ledger[key] for key in ("documents", "empty", "binary", "undecodable", "unreadable")}
     assert counts == {"documents": 5, "empty": 1, "binary": 1, "undecodable": 1, "unreadable": 1}
     assert ledger["examples"]["binary"] == ["b.bin"]
+
+
+def test_rows_that_are_left_out_are_named_by_file_and_row(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    source = tmp_path / "src"
+    source.mkdir()
+    write_jsonl(source / "a.jsonl", ["one", "", *["fine"] * 20, "\ud800", ""])
+    write_jsonl(source / "b.jsonl", ["\ud800"] * 9 + ["", "two"])
+    for unit_bytes in (64, 1 << 20):
+        store = build(source, tmp_path / f"{unit_bytes}", unit_bytes=unit_bytes, on_binary="skip", on_empty="drop")
+        ledger = store.info["ledger"]
+        assert (ledger["documents"], ledger["empty"], ledger["undecodable"], len(store)) == (35, 3, 10, 22)
+        assert ledger["examples"]["empty"] == ["a.jsonl:2", "a.jsonl:24", "b.jsonl:10"]
+        assert ledger["examples"]["undecodable"] == ["a.jsonl:23", *(f"b.jsonl:{line}" for line in range(1, 5))]
+    pq.write_table(pa.table({"text": ["a", None, "b", None]}), tmp_path / "a.parquet", row_group_size=2)
+    ledger = build(tmp_path / "a.parquet", tmp_path / "table", unit_bytes=1, on_empty="drop").info["ledger"]
+    assert ledger["examples"]["empty"] == ["a.parquet, row 1", "a.parquet, row 3"]
+    (tmp_path / "a.fa").write_text(">x\nACGT\n>y\n\n>z\nA\u00e9\n")
+    ledger = build(tmp_path / "a.fa", tmp_path / "fasta", unit_bytes=4, on_empty="drop", on_binary="skip").info[
+        "ledger"
+    ]
+    assert ledger["examples"] == {"empty": ["a.fa, record 1"], "undecodable": ["a.fa, record 2"]}
+
+
+def test_names_of_files_that_a_build_of_an_earlier_version_remembered_stay():
+    skipped = SkippedDocuments()
+    for names in (["a.jsonl"], ["a.jsonl", "b.jsonl"]):
+        skipped.merge({"documents": 3, "empty": 1, "examples": {"empty": names}}, lambda file, row: "")
+    assert skipped.examples["empty"] == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("first", ["[1, null, 3]", "[null]", '[1, "a"]', "[[1, 2]]", "[1, 2.5]"])
+def test_a_first_row_whose_list_is_no_list_of_tokens_is_refused_as_a_later_one_is(tmp_path, first):
+    (tmp_path / "a.jsonl").write_text(f'{{"input_ids": {first}}}\n')
+    for name, field in (("named", {"field": "input_ids"}), ("found", {})):
+        with pytest.raises(InputError, match=r"a\.jsonl:1: 'input_ids' must be a list of whole numbers"):
+            build(tmp_path / "a.jsonl", tmp_path / name, **field)
+
+
+def test_a_length_beyond_all_limits_is_refused_as_it_is_in_the_file(tmp_path):
+    np.save(tmp_path / "a.npy", np.array([3, 2**63 + 5], dtype=np.uint64))
+    with pytest.raises(InputError, match=r"a\.npy, row 1 is 9,223,372,036,854,775,813; more than"):
+        build(tmp_path / "a.npy", tmp_path / "out")
 
 
 def test_a_corpus_without_any_token_is_refused(tmp_path):

@@ -77,8 +77,14 @@ def test_an_array_is_its_elements_wherever_blocks_end(tmp_path, rows, block, ind
     [
         ('[{"text": "a"}', r"a\.json, row 0 is followed by the end of the file, not by a comma"),
         ('[{"text": "a"} {"text": "b"}]', r"a\.json, row 0 is followed by '\{'"),
-        ('[{"text": "a"}, {"text": }]' + " " * 50, r"a\.json, row 1 is not JSON: Expecting value"),
-        ('[{"text": "a"}, {"text": "b', r"a\.json, row 1 is not JSON: Unterminated"),
+        (
+            '[{"text": "a"}, {"text": }]' + " " * 50,
+            r"a\.json, row 1 is not JSON: Expecting value at character 10 of the row; mend",
+        ),
+        (
+            '[{"text": "a"}, {"text": "b',
+            r"a\.json, row 1 is not JSON: Unterminated string starting at character 10 of the row",
+        ),
         ('[{"text": "a"},]', r"a\.json, row 1 is not JSON: Expecting value"),
         ('[{"text": "a"}] []', r"a\.json goes on with '\['"),
         ('[{"text": "a"}, 5]', r"a\.json, row 1: expected a JSON object, found int"),

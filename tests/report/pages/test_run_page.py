@@ -206,7 +206,7 @@ def test_losses_that_are_not_finite_are_counted(tmp_path):
 
 def test_a_run_that_failed_or_goes_on_says_so(tmp_path):
     failed = make_run(tmp_path / "a", num_steps=2, status={"state": "failed", "error": "rank 1 left"})
-    assert "The run ended as failed: 2 of 2 steps are reported. rank 1 left" in render_page([report(failed)])
+    assert "The run ended as failed: the report has 2 of 2 steps. rank 1 left" in render_page([report(failed)])
     going = make_run(tmp_path / "b", num_steps=2, status={"state": "running"})
     assert "still going, or was killed" in render_page([report(going)])
     done = make_run(tmp_path / "c", num_steps=2)
@@ -218,7 +218,7 @@ def test_the_length_rule_is_told_in_words(tmp_path):
     folder.config.write_text("data: {max_length: 4096, over_length: truncate}\n")
     folder.write_json("ledger.json", {"rule": "truncate", "max_length": 4096, "truncated": 17, "tokens_cut": 70123})
     page = render_page([report(folder)])
-    assert "at most 4,096 tokens, longer ones are cut off there; 17 sequences were cut, losing 70,123 tokens" in page
+    assert "at most 4,096 tokens, longer ones are cut off there; 17 sequences cut, losing 70,123 tokens" in page
 
 
 def luminance(colour: str) -> float:

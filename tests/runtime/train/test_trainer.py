@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,25 @@ def test_a_signal_that_torchrun_sends_as_it_lost_a_machine_is_no_request_to_stop
     finally:
         stop.close()
     assert type(error) is kind and "saved. Go on with" in str(error)
+
+
+def test_a_stop_request_knows_when_the_last_step_is_done(ranks, tmp_path):
+    assert ranks(2).run(moments_of, str(tmp_path / "done"), 9) == [["begun", "trained"]] * 2
+    assert ranks(2).run(moments_of, str(tmp_path / "stopped"), 1) == [["begun"]] * 2
+
+
+def moments_of(path: str, stop_after: int) -> list[str]:
+    """What a run notes of its steps, which is stopped after ``stop_after`` ones if it has so many."""
+    moments: list[str] = []
+    trainer = make_trainer(path, callbacks=[Stop(stop_after)], steps=2)
+    notes = {"on_begin": lambda: moments.append("begun"), "on_end": lambda: moments.append("trained")}
+    trainer.stop = StopRequest(Path(path) / "stop", end_start=lambda cause: None, **notes)
+    try:
+        with suppress(Preempted):
+            trainer.fit()
+    finally:
+        trainer.stop.close()
+    return moments
 
 
 def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:

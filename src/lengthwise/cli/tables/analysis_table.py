@@ -3,6 +3,7 @@
 from typing import Any
 
 from lengthwise.core.atomic_write import shell_word
+from lengthwise.core.wording import counted
 from lengthwise.session.console import emit_json, stderr, stdout
 
 
@@ -15,13 +16,15 @@ def print_analysis(outcome: dict[str, Any], *, json: bool) -> None:
     if outcome["up_to_date"]:
         log.print(f"metric {name} of {index} is up to date, nothing to do", markup=False, soft_wrap=True)
     elif outcome["num_resumed_blocks"]:
-        kept_text = f"{outcome['num_resumed_blocks']:,} of {outcome['num_blocks']:,} blocks were kept"
+        kept_text = f"{outcome['num_resumed_blocks']:,} of {counted(outcome['num_blocks'], 'block')} were kept"
         log.print(f"went on with an interrupted analysis: {kept_text}")
     middle = {share: outcome["quantiles"][share] for share in ("p5", "p25", "p50", "p75", "p95")}
     shown = {"min": outcome["min"], **middle, "max": outcome["max"], "mean": outcome["mean"]}
     console = stdout()
     console.print(
-        f"{index}: {name} of {outcome['num_sequences']:,} sequences ({outcome['metric']})", markup=False, soft_wrap=True
+        f"{index}: {name} of {counted(outcome['num_sequences'], 'sequence')} ({outcome['metric']})",
+        markup=False,
+        soft_wrap=True,
     )
     console.print("  ".join(f"{word} {_number(value)}" for word, value in shown.items()), soft_wrap=True)
     console.print(_correlation(outcome["correlation_with_length"]), soft_wrap=True)

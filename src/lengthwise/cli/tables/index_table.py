@@ -1,6 +1,7 @@
 """What `lengthwise index` prints."""
 
 from lengthwise.core.atomic_write import shell_word
+from lengthwise.core.wording import counted
 from lengthwise.index.build import BuiltIndex
 from lengthwise.index.skipped import REASONS
 from lengthwise.index.store import TokenStore
@@ -17,21 +18,24 @@ def print_index(store: TokenStore, built: BuiltIndex) -> None:
         lines.append(f"went on with an interrupted build: {built.num_resumed_units:,} finished parts were kept")
     vocabulary = f", vocabulary {info['vocab_size']:,}" if store.has_tokens else ", lengths alone"
     lines.append(
-        f"{info['num_sequences']:,} sequences, {info['num_tokens']:,} tokens, longest {info['max_length']:,}"
+        f"{counted(info['num_sequences'], 'sequence')}, {counted(info['num_tokens'], 'token')}, longest "
+        f"{info['max_length']:,}"
         f"{vocabulary} (digest {store.digest})"
     )
     if store.has_loss_mask:
-        lines.append(f"  {info['num_loss_tokens']:,} of {info['num_tokens']:,} tokens have a loss")
+        lines.append(f"  {info['num_loss_tokens']:,} of {counted(info['num_tokens'], 'token')} have a loss")
     if count := info.get("documents_spelling_special_tokens"):
-        lines.append(f"  {count:,} documents spell special tokens, which became plain letters; --chat recognises them")
+        spelled = counted(count, "document")
+        lines.append(f"  special tokens spelled in {spelled} became plain letters; --chat recognises them")
     for reason in REASONS:
         if count := info["ledger"].get(reason):
-            lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
+            left_out = f"{counted(count, 'document')} ({reason})"
+            lines.append(f"  left out: {left_out}, such as {info['ledger']['examples'][reason][0]}")
     lines.append(f"next: lengthwise stats {shell_word(store.path)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
 
 
 def print_verified(store: TokenStore) -> None:
     """Print that every token is the one that was indexed."""
-    words = f"{store.path}: {len(store):,} sequences, all as indexed (digest {store.digest})"
+    words = f"{store.path}: {counted(len(store), 'sequence')}, all as indexed (digest {store.digest})"
     stderr().print(words, markup=False, soft_wrap=True)

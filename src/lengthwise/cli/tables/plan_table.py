@@ -3,6 +3,7 @@
 from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import counted
 from lengthwise.session.console import stdout
 
 MOST_ROWS = 10
@@ -25,7 +26,8 @@ def _print_steps(plans: list[StepPlan]) -> None:
     from lengthwise.report.units import seconds, share
 
     used, num_devices = max(plan.num_used for plan in plans), plans[0].num_devices
-    devices = f"{num_devices} devices" if used == num_devices else f"{used} of {num_devices} devices"
+    devices = counted(num_devices, "device")
+    devices = devices if used == num_devices else f"{used:,} of {devices}"
     shown = Table(title=f"policy {plans[0].policy} on {devices}", box=None, pad_edge=False)
     for heading in ("step", "seqs", "tokens", "longest", "packs", "padding", "predicted", "bound", "gap"):
         shown.add_column(heading, justify="right")
@@ -47,7 +49,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
 
     console = stdout()
     console.print(
-        f"{summary['num_steps']:,} steps of policy {summary['policy']} on {summary['num_devices']:,} devices, "
+        f"{counted(summary['num_steps'], 'step')} of policy {summary['policy']} on "
+        f"{counted(summary['num_devices'], 'device')}, "
         f"{summary['tokens_per_step']:,.0f} tokens each on average",
         soft_wrap=True,
     )

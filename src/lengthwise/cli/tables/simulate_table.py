@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lengthwise.core.wording import GIB
+from lengthwise.core.wording import GIB, counted
 from lengthwise.session.console import stdout
 
 
@@ -33,5 +33,8 @@ def print_simulation(document: dict[str, Any]) -> None:
             shown.add_row(words, value)
     console = stdout()
     num_steps, policy, num_devices = (document[name] for name in ("num_steps", "policy", "num_devices"))
-    console.print(f"{num_steps:,} steps of policy {policy} on {num_devices:,} devices, simulated", soft_wrap=True)
+    console.print(
+        f"{counted(num_steps, 'step')} of policy {policy} on {counted(num_devices, 'device')}, simulated",
+        soft_wrap=True,
+    )
     console.print(shown)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lengthwise.core.wording import counted
 from lengthwise.data.length_stats import LengthLimitEffect, LengthStats
 from lengthwise.data.sampling_bias import SamplingReport
 from lengthwise.report.pages.run_text import order_words
@@ -19,7 +20,7 @@ def print_sampling(source: Path, safety: SamplingReport) -> None:
 
     console = stdout()
     words = order_words(safety.order)
-    console.print(f"{source}: first epoch, {safety.num_steps:,} steps, {words}", soft_wrap=True)
+    console.print(f"{source}: first epoch, {counted(safety.num_steps, 'step')}, {words}", soft_wrap=True)
     sums = Table("of a step", "mean", "std / mean", "least", "most", box=None, pad_edge=False)
     for name, spread in (("tokens", safety.tokens), ("sequences", safety.sequences)):
         sums.add_row(
@@ -57,7 +58,8 @@ def print_stats(source: Path, stats: LengthStats, *, of_mixture: bool = False) -
 
     console = stdout()
     where = " in the first epoch of the mixture" if of_mixture else ""
-    console.print(f"{source}: {stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens{where}", soft_wrap=True)
+    sizes = f"{counted(stats.num_sequences, 'sequence')}, {counted(stats.num_tokens, 'token')}"
+    console.print(f"{source}: {sizes}{where}", soft_wrap=True)
     console.print(
         f"length: min {stats.min_length:,}  mean {stats.mean_length:,.0f}  median {stats.median_length:,.0f}  "
         f"max {stats.max_length:,}",
@@ -67,8 +69,8 @@ def print_stats(source: Path, stats: LengthStats, *, of_mixture: bool = False) -
 
     if stats.num_loss_tokens is not None:
         share, without = _percent(stats.num_loss_tokens / stats.num_tokens), stats.sequences_without_loss
-        words = f"loss: {stats.num_loss_tokens:,} of {stats.num_tokens:,} tokens have one ({share})"
-        console.print(words + (f"; {without:,} sequences have no such token" if without else ""), soft_wrap=True)
+        words = f"loss: {stats.num_loss_tokens:,} of {counted(stats.num_tokens, 'token')} have one ({share})"
+        console.print(words + (f"; no such token in {counted(without, 'sequence')}" if without else ""), soft_wrap=True)
 
     histogram = Table(
         "length", "sequences", "share", "of tokens", title="Lengths (K = 1024 tokens)", title_justify="left"
@@ -100,8 +102,9 @@ def print_stats(source: Path, stats: LengthStats, *, of_mixture: bool = False) -
 
     _print(histogram, padding, cuts)
     console.print(
-        f"attention: packs of {stats.max_length:,} tokens dealt to {stats.imbalance_ranks} ranks leave the busiest "
-        f"with {stats.attention_imbalance:.2f} times the mean work",
+        f"attention: packs of {counted(stats.max_length, 'token')} dealt to "
+        f"{counted(stats.imbalance_ranks, 'rank')} leave the busiest with {stats.attention_imbalance:.2f} times the "
+        "mean work",
         soft_wrap=True,
     )
 

@@ -25,12 +25,18 @@ class Document(NamedTuple):
     """Empty, or ``binary``, ``undecodable``, ``unreadable``, ``large``; ``blank`` for a line that is no document."""
     size: int = 0
     """Bytes of a document that is ``large``."""
+    reason: str = ""
+    """What makes it ``undecodable``, in words; empty: its bytes are not UTF-8."""
 
 
 _BINARY_PROBE_BYTES = 8 << 10
 _BLOCK_BYTES = 1 << 20
+_READ_BEFORE = Limits(ratio=sys.maxsize)
+"""Limits of what has been read before, and was not refused."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
+ROW_NAMES = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
+"""What a row of a format is called, if not a row."""
 BLANK = object()
 """Stands for the value of a blank line."""
 
@@ -69,7 +75,7 @@ def from_text(row: int, value: Any, unit: WorkUnit) -> Document:
     try:
         return Document(0, row, value.encode())
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
-        return Document(0, row, b"", "undecodable")
+        return Document(0, row, b"", "undecodable", reason="holds half of a surrogate pair, which UTF-8 cannot write")
 
 
 def from_file(number: int, row: int, data: bytes) -> Document:
@@ -103,28 +109,38 @@ def row_of(lengths: np.ndarray, at: int) -> int:
     return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
 
 
-def where(unit: WorkUnit, row: int, *, file: int = 0) -> str:
-    """The place of a document in words, such as ``shard.jsonl:17``; slow: it counts from the start of the file."""
+def where(unit: WorkUnit, row: int, *, file: int = 0, rows_before: int | None = None) -> str:
+    """The place of a document in words, such as ``shard.jsonl:17``.
+
+    ``rows_before``: rows of the file before the unit; None: they are counted, which is slow in a large file.
+    """
     source = unit.files[file]
     if unit.format is Format.TEXT:
         return source.name
+    number = row + (_rows_before(unit) if rows_before is None else rows_before)
     if unit.format is Format.JSONL:
-        return f"{source.name}:{1 + row + _count_lines(source, unit.start)}"
+        return f"{source.name}:{1 + number}"
+    if unit.format is Format.TAR:
+        key = next(islice(tar_samples(source, start=unit.start, limits=_READ_BEFORE), row, None)).key
+        return f"{source.name}, sample {number} ({key})"
+    return f"{source.name}, {ROW_NAMES.get(unit.format, 'row')} {number}"
+
+
+def _rows_before(unit: WorkUnit) -> int:
+    """Rows of the unit's file before the unit; slow: it counts from the start of the file."""
+    source = unit.files[0]
+    if unit.format is Format.JSONL:
+        return _count_lines(source, unit.start)
     if unit.format is Format.FASTA:
-        return f"{source.name}, record {row + _count_lines(source, unit.start, marker=b'>')}"
+        return _count_lines(source, unit.start, marker=b">")
     if unit.format is Format.PARQUET:
         metadata = open_parquet(source).metadata
-        return f"{source.name}, row {row + sum(metadata.row_group(group).num_rows for group in range(unit.start))}"
+        return sum(metadata.row_group(group).num_rows for group in range(unit.start))
     if unit.format is Format.ARROW:
-        return f"{source.name}, row {row + arrow_rows_before(source, unit.start)}"
-    if unit.format is Format.MEGATRON:
-        return f"{source.name}, document {unit.start + row}"
+        return arrow_rows_before(source, unit.start)
     if unit.format is Format.TAR:
-        limits = Limits(ratio=sys.maxsize)  # it was read to here before
-        before = sum(1 for _ in tar_samples(source, stop=unit.start, limits=limits)) if unit.start else 0
-        key = next(islice(tar_samples(source, start=unit.start, limits=limits), row, None)).key
-        return f"{source.name}, sample {before + row} ({key})"
-    return f"{source.name}, row {unit.start + row}"
+        return sum(1 for _ in tar_samples(source, stop=unit.start, limits=_READ_BEFORE)) if unit.start else 0
+    return unit.start
 
 
 def _count_lines(file: SourceFile, stop: int, *, marker: bytes = b"") -> int:

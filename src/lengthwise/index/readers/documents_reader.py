@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.column_names import LABELS, LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.core.errors import InputError
-from lengthwise.core.read_file import brief
+from lengthwise.core.read_file import brief, parse_json
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.columns import read_rows, read_text_column, read_token_column
 from lengthwise.index.readers.compressed import end_of, is_compressed, open_unpacked
@@ -247,7 +247,7 @@ def _json_fields(
     """The fields of a JSON object that are asked for: each of ``keys`` must be there, and none twice."""
     what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
     try:
-        document = json.loads(data.decode())
+        document = parse_json(data.rstrip(b"\r\n").decode(), finite=False)
         for key in (key for key in (*keys, *optional) if isinstance(document, dict) and key in document):
             if data.count(f'"{key}"'.encode()) > 1:
                 _check_once(data, key, where(unit, row))
@@ -345,4 +345,6 @@ class _Record:
         if self._size > self._most_bytes:
             return Document(0, row, b"", "large", self._size)
         data = bytes(self._data)
-        return Document(0, row, data) if data.isascii() else Document(0, row, b"", "undecodable")
+        if not data.isascii():
+            return Document(0, row, b"", "undecodable", reason="holds a letter that is not ASCII")
+        return Document(0, row, data)

@@ -101,7 +101,8 @@ class _ArrayText:
             except json.JSONDecodeError as error:
                 is_cut = error.pos + _NEAR_END >= len(self._buffer) or error.msg.startswith("Unterminated")
                 if is_whole or not is_cut:
-                    raise self.error(f"is not JSON: {error.msg}") from None
+                    place = f"at character {1 + error.pos - self._position} of the row"
+                    raise self.error(f"is not JSON: {error.msg.removesuffix(' at')} {place}") from None
             except (ValueError, RecursionError) as error:
                 raise self.error(f"is not JSON: {error}") from None
             if len(self._buffer) - self._position > self._limits.document:

@@ -8,6 +8,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError, first_line
 from lengthwise.core.plugins import READERS, Plugin, load_plugin
+from lengthwise.core.wording import counted
 from lengthwise.index.document_limits import Limits
 from lengthwise.index.readers.document import OversizedValue
 from lengthwise.index.source_file import WorkUnit, check_unchanged
@@ -37,7 +38,7 @@ def read_outside(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tupl
     except InputError:
         raise
     except Exception as error:
-        place = f"{file.name} after {num_read:,} document{'s' * (num_read != 1)}"
+        place = f"{file.name} after {counted(num_read, 'document')}"
         raise InputError(f"reader {field} fails in {place}: {type(error).__name__}: {first_line(error)}") from error
     check_unchanged(file)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lengthwise.core.wording import counted
 from lengthwise.report.record import RunRecord
 from lengthwise.report.run_summary import RunSummary
 from lengthwise.report.units import compact, count, number, seconds, share
@@ -34,21 +35,22 @@ def tiles(summary: RunSummary) -> list[KeyFigure]:
         KeyFigure("prediction error", share(summary.prediction_error),
                   "median over steps of predicted against measured"),
         KeyFigure("gap to the bound", share(summary.gap), "median of predicted time above the proven lower bound"),
-        KeyFigure("final loss", number(summary.final_loss), f"per token, after {_steps(summary.num_steps)}"),
+        KeyFigure("final loss", number(summary.final_loss), f"per token, after {counted(summary.num_steps, 'step')}"),
     ]  # fmt: skip
 
 
 def headline(summary: RunSummary, *, label: str) -> str:
     """One line under a title that says ``label``."""
-    ranks = "1 rank" if summary.num_ranks == 1 else f"{summary.num_ranks} ranks"
-    parts = [f"policy {summary.policy}", ranks, _steps(summary.num_steps), f"{count(summary.num_tokens)} tokens"]
+    sizes = {"rank": summary.num_ranks, "step": summary.num_steps, "token": summary.num_tokens}
+    parts = [f"policy {summary.policy}", *(counted(number_of, noun) for noun, number_of in sizes.items())]
     return " · ".join(parts if label == summary.name else [summary.name, *parts])
 
 
 def alarm(record: RunRecord, summary: RunSummary) -> str:
     """A sentence when the run has not ended well, or not yet; empty otherwise."""
     wanted = record.setting("train", "steps")
-    progress = f"{summary.num_steps:,}" + (f" of {wanted:,}" if isinstance(wanted, int) else "") + " steps are reported"
+    steps = f"{summary.num_steps:,} of {counted(wanted, 'step')}" if isinstance(wanted, int) else ""
+    progress = f"the report has {steps or counted(summary.num_steps, 'step')}"
     if summary.status == "done" or (summary.status == "unknown" and summary.num_steps == wanted):
         return ""
     if summary.status in ("running", "unknown"):
@@ -72,7 +74,7 @@ def order_words(order: dict[str, Any]) -> str:
     }.get(order["pacing"], f"pacing {order['pacing']} from {order['start']:g}")
     epochs = order["epochs"]
     words = f"curriculum by {metric}, {pacing}"
-    return words if epochs is None else f"{words}, shuffled after {epochs:,} epoch{'s' * (epochs > 1)}"
+    return words if epochs is None else f"{words}, shuffled after {counted(epochs, 'epoch')}"
 
 
 def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
@@ -152,8 +154,8 @@ def _ranks(record: RunRecord, summary: RunSummary) -> str:
 def _corpus(record: RunRecord) -> str:
     corpus = record.corpus
     parts = [
-        f"{count(corpus[key])} {words}"
-        for key, words in (("num_sequences", "sequences"), ("num_tokens", "tokens"))
+        counted(corpus[key], noun)
+        for key, noun in (("num_sequences", "sequence"), ("num_tokens", "token"))
         if isinstance(corpus.get(key), int)
     ]
     if isinstance(corpus.get("max_length"), int):
@@ -166,7 +168,7 @@ def _batch(record: RunRecord) -> str:
     if budget := record.setting("data", "tokens_per_step"):
         return f"{count(budget)} tokens a step"
     number_of = record.setting("data", "sequences_per_step")
-    return f"{count(number_of)} sequences a step" if number_of else ""
+    return f"{counted(number_of, 'sequence')} a step" if number_of else ""
 
 
 def _order(record: RunRecord) -> str:
@@ -206,14 +208,17 @@ def _length_rule(record: RunRecord) -> str:
 
 def _counted(ledger: dict[str, Any]) -> str:
     """What the limit did, as the ledger counted it."""
-    counts = {key: count(value) for key, value in ledger.items() if isinstance(value, int) and value}
+    counts = {key: value for key, value in ledger.items() if isinstance(value, int) and value}
     parts = []
     if "dropped" in counts:
-        parts.append(f"{counts['dropped']} sequences ({counts.get('tokens_dropped', '0')} tokens) were left out")
+        tokens = counted(counts.get("tokens_dropped", 0), "token")
+        parts.append(f"{counted(counts['dropped'], 'sequence')} left out, with {tokens}")
     if "truncated" in counts:
-        parts.append(f"{counts['truncated']} sequences were cut, losing {counts.get('tokens_cut', '0')} tokens")
+        tokens = counted(counts.get("tokens_cut", 0), "token")
+        parts.append(f"{counted(counts['truncated'], 'sequence')} cut, losing {tokens}")
     if "split" in counts:
-        parts.append(f"{counts['split']} sequences were split into {counts.get('pieces', '0')} pieces, losing none")
+        pieces = counted(counts.get("pieces", 0), "piece")
+        parts.append(f"{counted(counts['split'], 'sequence')} split into {pieces}, losing none")
     return "; ".join(parts) or "every token of every sequence is kept"
 
 
@@ -224,9 +229,8 @@ def _learned_from(ledger: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _seen(part: dict[str, Any]) -> str:
-    words = (
-        f"{count(part['sequences_seen'])} sequences, {count(part['tokens_seen'])} tokens, {part['passes']:.4g} passes"
-    )
+    sizes = f"{counted(part['sequences_seen'], 'sequence')}, {counted(part['tokens_seen'], 'token')}"
+    words = f"{sizes}, {part['passes']:.4g} passes"
     if part["repeat"] != 1:
         words += f", {part['repeat']:.4g} an epoch"
     refused = ", ".join(f"{count(number)} {reason}" for reason, number in part["refused"].items())
@@ -238,7 +242,9 @@ def _validation(summary: RunSummary) -> str:
     if not losses:
         return ""
     loss, step = min(losses, key=lambda item: (math.isnan(item[0]), item))
-    return f"lowest loss {number(loss)} per token, after {_steps(step)}; computed {len(losses):,} times"
+    return (
+        f"lowest loss {number(loss)} per token, after {counted(step, 'step')}; computed {counted(len(losses), 'time')}"
+    )
 
 
 def _step_time(summary: RunSummary) -> str:
@@ -257,7 +263,3 @@ def _balance(summary: RunSummary) -> str:
 
 def _data(summary: RunSummary) -> str:
     return "" if summary.data_wait is None else f"waited for {summary.data_wait:.2%} of the time"
-
-
-def _steps(number_of: int) -> str:
-    return "1 step" if number_of == 1 else f"{number_of:,} steps"

@@ -53,12 +53,13 @@ class StopRequest:
         *,
         end_start: Callable[[StopCause], object] | None = None,
         on_begin: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun.
 
-        ``on_begin``: called when they begin.
+        ``on_begin``, ``on_end``: called when they begin, and when the last one is done.
         """
-        self._file, self._end_start, self._on_begin = file, end_start, on_begin
+        self._file, self._end_start, self._on_begin, self._on_end = file, end_start, on_begin, on_end
         self._is_received, self._has_begun = False, Event()
         self._is_launcher_gone: Callable[[], bool] = lambda: False
         if end_start is None:
@@ -100,6 +101,10 @@ class StopRequest:
         """Note that steps begin: from now on the step in flight ends, and is saved, before the process stops."""
         self._has_begun.set()
         self._on_begin()
+
+    def end_steps(self) -> None:
+        """Note that the last step is done: nothing is in flight but its checkpoint."""
+        self._on_end()
 
     def close(self) -> None:
         """Leave signals to whoever had them before."""

@@ -160,6 +160,8 @@ class TrainingLoop:
             while not cause and not self.is_done:
                 cause, sampler = self._train_one(stop, writers)
                 self._save_if_due(sampler, cause)
+            if not cause:
+                stop.end_steps()
             self._save(sampler, wait=True)
             if cause:
                 raise self._stopped(cause, stop)
