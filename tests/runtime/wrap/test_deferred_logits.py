@@ -117,6 +117,15 @@ def test_low_precision_is_that_of_whole_logits(use: str, autocast: bool) -> None
         torch.testing.assert_close(other.grad, parameter.grad, rtol=5e-2, atol=5e-2 * float(parameter.grad.abs().max()))
 
 
+def test_logits_of_a_forward_without_gradients_have_none_when_they_are_computed() -> None:
+    _, deferred, x = _model()
+    with torch.no_grad():
+        logits = deferred(x)
+    assert not F.cross_entropy(
+        logits.flatten(0, -2), torch.zeros(x.shape[:-1].numel(), dtype=torch.int64)
+    ).requires_grad
+
+
 def test_autocast_leaves_float64_as_it_is() -> None:
     stock, deferred, x = _model()
     with torch.autocast("cpu", torch.bfloat16):

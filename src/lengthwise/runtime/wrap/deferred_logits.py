@@ -280,10 +280,13 @@ class DeferredHead:
             if is_plain() or head._forward_hooks or hidden.dim() < 2:
                 return stock(hidden)
             dtype = autocast_dtype(hidden.device)
+            weight: Tensor = head.weight
+            bias_V: Tensor | None = head.bias
+            if not torch.is_grad_enabled():  # nor when logits are computed
+                weight, bias_V = weight.detach(), None if bias_V is None else bias_V.detach()
             if dtype is None or hidden.dtype is torch.float64:  # which autocast leaves as it is
-                return DeferredLogits(hidden, head.weight, head.bias)
-            bias_V = None if head.bias is None else head.bias.to(dtype)
-            return DeferredLogits(hidden.to(dtype), head.weight.to(dtype), bias_V)
+                return DeferredLogits(hidden, weight, bias_V)
+            return DeferredLogits(hidden.to(dtype), weight.to(dtype), None if bias_V is None else bias_V.to(dtype))
 
         stock, self.parameters = head.forward, list(head.parameters())
         self._forward = PreparedForward(head, answer)
