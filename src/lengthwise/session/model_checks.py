@@ -21,6 +21,7 @@ from lengthwise.runtime.wrap.user_functions import label_advice, line_of, raised
 from lengthwise.session.adapter_checks import check_adapters
 from lengthwise.session.datasets import RunSequences
 from lengthwise.session.id_ranges import check_embedded
+from lengthwise.session.overlapping_weights import check_no_weights_overlap
 
 _log = logging.getLogger("lengthwise")
 
@@ -54,6 +55,7 @@ def check_model(
             "from_pretrained(folder) (weights='by-layer' brings each rank's share alone to its device), or make it "
             "with model.to_empty(device=...) and initialise it"
         )
+    check_no_weights_overlap(model)
     places = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(places) > 1:
         raise InputError(
