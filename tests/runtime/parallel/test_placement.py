@@ -31,7 +31,7 @@ def check_placements(seeds):
     for seed in seeds:
         rng = random.Random(seed)
         heads, degree = rng.randint(1, 5), whole_group().size
-        spec = small(num_heads=2 * heads, num_kv_heads=heads, causal=rng.random() < 0.8)
+        spec = small(num_heads=2 * heads, num_kv_heads=heads) if rng.random() < 0.8 else FAMILIES["bert"]
         lengths = [rng.choice((1, 2, rng.randint(1, 40))) for _ in range(rng.randint(1, 7))]
         methods = rng.choices(able(rng.choice((SHARDED, WHOLE)), spec, degree), k=2)
         recompute = [rng.random() < 0.3 for _ in range(2)]

@@ -106,6 +106,7 @@ class Run(WatchedModel):
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
+        self.wrapped_model.watch_changes()
         self.loss_check, self.trained_outside = LossCheck(), TrainedOutside(self.model)
         self.meter, self.ledger = DeviceMeter(self.world.device), LoopLedger()
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)

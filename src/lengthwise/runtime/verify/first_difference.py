@@ -127,14 +127,14 @@ def locate_difference(
                 ": layers that share state beside their arguments cannot be recomputed; set "
                 f"{Setting.RECOMPUTE}=none for them"
             )
-        elif run.wrapped_model.has_own_loss:
-            words += ": what loss= makes has to be a mean over the targets of a micro-batch"
         elif hooks := sorted(hooks_on_gradients(run.model)):
             words += (
                 f": there is {hooks[0]}, and one that clips, or changes a gradient in any way that is not linear, "
                 "changes the sum of several sequences otherwise than each of them; do it once a step, in the "
-                "optimizer, or clip their norm by max_grad_norm"
+                "optimizer, or clip their norm by clip_norm"
             )
+        elif run.wrapped_model.has_own_loss:
+            words += ": what loss= makes has to be a mean over the targets of a micro-batch"
         return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)
     return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"

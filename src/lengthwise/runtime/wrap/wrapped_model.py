@@ -29,6 +29,7 @@ from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch, OwnCaches
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_in, loss_of_logits
+from lengthwise.runtime.wrap.late_changes import LateChanges
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
@@ -58,6 +59,8 @@ class WrappedModel:
     _prepared: PreparedForward | None = None
     next_step = 0
     """The step that its weights are for, counted by the run."""
+    late_changes: LateChanges | None = None
+    """What is new in the model since packs were compared with it; None: they were not yet."""
     most_slots: int | None = None
     """Slots of a pack that it can be given; None: any number."""
 
@@ -121,6 +124,10 @@ class WrappedModel:
         for switch in self._switches:
             switch.on()
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
+
+    def watch_changes(self) -> None:
+        """Refuse hooks and forwards that come from now on, where packs would not be what they were compared as."""
+        self.late_changes = LateChanges(self.model, is_plain=lambda: self.is_plain)
 
     def max_tokens(self, collator: PackCollator) -> int | None:
         """Tokens of a pack that it can be given, whose slots are as ``collator`` has them; None: any number."""
@@ -302,6 +309,8 @@ class WrappedModel:
         check_arguments(type(self.model).__name__, args, kwargs, num_slots)
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(forward=len(shard.passes)), autocast_dtype(shard.device)
+        if self.late_changes is not None:
+            self.late_changes.check(shard.step)
         with torch.no_grad() if self._is_frozen else nullcontext():
             call = self._inputs.completed(shard, args, kwargs, is_frozen=self._is_frozen)
             self.layers.begin()

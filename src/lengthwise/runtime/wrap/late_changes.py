@@ -1,0 +1,121 @@
+"""What a loop changes of a model after ``prepare`` has compared packs with it: hooks, and forwards that are replaced.
+
+Hooks that only look are let through. One that changes what a module takes or gives, which might mix the tokens of a
+pack, and one on a parameter that is not linear, which is called with a part of a step's gradient, are refused.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.gradient_changes import is_ours
+
+MOST_TRIED = 1 << 26
+"""Numbers of the largest gradients on which it is tried whether a hook is linear."""
+ROUNDINGS = 64
+"""Units in the last place of the largest number by which a linear hook's results may differ."""
+
+
+class LateChanges:
+    """Knows hooks and forwards of a model from when it was made, and refuses others."""
+
+    def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
+        """``is_plain``: whether the model computes as its user's own at the moment, with whatever hooks."""
+        self._model, self._is_plain = model, is_plain
+        self._compared = {id(hook): hook for _, hook in self._on_gradients()}
+        self._compared |= {id(hooks[key]): hooks[key] for _, hooks, key in self._hooks()}
+        """Hooks that packs were compared with, or that are linear; they are kept, so that no other gets their id."""
+        self._forwards = {name: _forwards_of(module) for name, module in model.named_modules()}
+        self._num_registered, self._step = RemovableHandle.next_id, -1
+
+    def check(self, step: int) -> None:
+        """Raise ``InputError`` if a hook on a parameter is new and not linear, or if a forward was replaced; watch what
+        other new hooks return. Forwards are looked at once a step.
+        """
+        if step != self._step:
+            self._step = step
+            self._check_forwards()
+        if RemovableHandle.next_id != self._num_registered:
+            self._num_registered = RemovableHandle.next_id
+            for name, hooks, key in list(self._hooks()):
+                if id(hooks[key]) not in self._compared and not is_ours(hooks[key]):
+                    hooks[key] = self._watched(name, hooks[key])
+            self._check_gradients()
+
+    def _hooks(self) -> Iterator[tuple[str, dict[int, Callable[..., Any]], int]]:
+        """Hooks on forwards: the module's name, and where the hook is."""
+        for name, module in self._model.named_modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                        yield name or type(module).__name__, hooks, key
+
+    def _watched(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            if result is None or result is args[-1] or self._is_plain():
+                return result
+            raise InputError(
+                f"a forward hook on {name}, registered after prepare, changes what the module takes or gives, and "
+                "packs were compared with the model without it; register it before prepare, or let it return None"
+            )
+
+        return watched
+
+    def _check_forwards(self) -> None:
+        for name, module in self._model.named_modules():
+            before, now = self._forwards.get(name), _forwards_of(module)
+            if before is not None and any(a is not b and not is_ours(b) for a, b in zip(before, now)):
+                raise InputError(
+                    f"the forward of {name or type(module).__name__} was replaced after prepare, and packs were "
+                    "compared with the model as it was; replace it before prepare, or prepare again"
+                )
+
+    def _on_gradients(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
+        """Hooks on parameters, by the parameter's name."""
+        for name, parameter in self._model.named_parameters():
+            for hook in (parameter._backward_hooks or {}).values():
+                yield name, hook
+
+    def _check_gradients(self) -> None:
+        for name, hook in list(self._on_gradients()):
+            if id(hook) in self._compared or is_ours(hook):
+                continue
+            if not _is_linear(hook, self._model.get_parameter(name)):
+                raise InputError(
+                    f"a hook on the gradient of {name}, registered after prepare, is not linear, and it is called with "
+                    "a part of a step's gradient; change gradients once a step, in the optimizer, or clip their norm "
+                    "by clip_norm"
+                )
+            self._compared[id(hook)] = hook
+
+
+def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
+    return vars(module).get("forward"), type(module).forward
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Whether a hook changes a sum as it changes its terms, tried on random numbers."""
+    if parameter.numel() > MOST_TRIED:
+        return True
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    first, second = (
+        torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype, device=parameter.device)
+        for _ in range(2)
+    )
+
+    def changed(gradient: Tensor) -> Tensor:
+        result = hook(gradient.clone())
+        return gradient if result is None else result
+
+    with torch.no_grad():
+        try:
+            of_sum, *of_terms = changed(first + second), changed(first), changed(second)
+            difference, largest = of_sum - sum(of_terms), max(float(made.abs().max()) for made in of_terms)
+        except Exception:  # whatever other people's functions raise
+            return False
+    return bool(difference.abs().max() <= ROUNDINGS * torch.finfo(parameter.dtype).eps * largest)

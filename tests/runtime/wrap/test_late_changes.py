@@ -1,0 +1,78 @@
+"""Hooks and forwards that come after a model was compared are let through if they only look, or are linear."""
+
+import pytest
+import torch
+from torch import nn
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.late_changes import LateChanges
+
+
+def watched(is_plain=False):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].register_forward_hook(lambda module, args, output: 2 * output)
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return model, LateChanges(model, is_plain=lambda: is_plain)
+
+
+def called(model, changes, step=1):
+    changes.check(step)
+    model(torch.ones(1, 3)).sum().backward()
+
+
+ALLOWED = {
+    "none": lambda model: None,
+    "looks": lambda model: model[1].register_forward_hook(lambda module, args, output: None),
+    "returns its output": lambda model: model[1].register_forward_hook(lambda module, args, output: output),
+    "looks before": lambda model: model[1].register_forward_pre_hook(
+        lambda module, args, kwargs: None, with_kwargs=True
+    ),
+    "looks at gradients": lambda model: model[1].weight.register_hook(lambda gradient: None),
+    "masks rows": lambda model: model[1].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [0.0]])),
+}
+CHANGES_IT = r"a forward hook on 1, registered after prepare, changes what the module takes or gives"
+REFUSED = {
+    "changes an output": (
+        lambda model: model[1].register_forward_hook(lambda module, args, output: output - output.mean()), CHANGES_IT
+    ),
+    "changes an input": (
+        lambda model: model[1].register_forward_pre_hook(lambda module, args: (args[0] * args[0].shape[1],)), CHANGES_IT
+    ),
+    "adds to a gradient": (
+        lambda model: model[1].weight.register_hook(lambda gradient: gradient + 0.01),
+        r"a hook on the gradient of 1.weight, registered after prepare, is not linear",
+    ),
+    "clips a gradient": (lambda model: model[1].bias.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)), "1.bias"),
+    "fails": (lambda model: model[1].bias.register_hook(lambda gradient: gradient[5]), "1.bias"),
+    "another forward": (
+        lambda model: setattr(model[1], "forward", lambda x: x), "the forward of 1 was replaced after prepare"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_looks_or_is_linear_is_let_through(name):
+    model, changes = watched()
+    called(model, changes)
+    ALLOWED[name](model)
+    called(model, changes, step=2)
+    called(model, changes, step=2)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_changed_late_is_refused(name):
+    register, message = REFUSED[name]
+    model, changes = watched()
+    called(model, changes)
+    handle = register(model)
+    with pytest.raises(InputError, match=message):
+        called(model, changes, step=2)
+    if handle is not None:
+        handle.remove()
+        called(model, changes, step=3)
+
+
+def test_the_users_own_calls_may_have_any_hook():
+    model, changes = watched(is_plain=True)
+    REFUSED["changes an output"][0](model)
+    called(model, changes)
