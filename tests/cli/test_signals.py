@@ -215,14 +215,22 @@ def test_a_command_without_ranks_is_ended_once_by_a_signal(number):
         signal.signal(number, before)
 
 
-def test_an_index_that_is_terminated_ends_with_its_workers(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGTERM, 128 + signal.SIGTERM, "error: stopped by SIGTERM; run the same command again to go on\n"),
+        (signal.SIGINT, 128 + signal.SIGINT, "error: interrupted\n"),
+    ],
+)
+def test_an_index_that_is_stopped_ends_with_its_workers_and_one_line(tmp_path, number, code, words):
     rows = json.dumps({"text": "a row of text " * 20}) + "\n"
     (tmp_path / "a.jsonl").write_text(rows * 50_000)
     command = [sys.executable, "-m", "lengthwise", "index", tmp_path / "a.jsonl", "--out", tmp_path / "out"]
-    process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: process.poll() is not None or any((tmp_path / "out").glob("parts/0*")))
-    process.send_signal(signal.SIGTERM)
+    process = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    place = "parts" if number == signal.SIGINT else "parts/0*"  # workers start, or work
+    wait_until(lambda: process.poll() is not None or any((tmp_path / "out").glob(place)))
+    os.killpg(process.pid, number)  # as a terminal sends it: to the workers, too
     said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGTERM, "it was over before it could be stopped"
-    assert said == "error: stopped by SIGTERM; run the same command again to go on\n"
+    assert process.returncode == code, "it was over before it could be stopped"
+    assert said == words
     assert (tmp_path / "out" / "parts").is_dir() and not list((tmp_path / "out").glob("*.lock"))

@@ -42,7 +42,11 @@ class CostError:
         return cls(of_times=float(np.quantile(np.abs(np.expm1(logs)), 0.9)), of_ratios=ratios)
 
     def __str__(self) -> str:
-        words = f"90 % of predictions are within {self.of_times:.0%} of measurements"
+        return self.in_words()
+
+    def in_words(self, measurements: str = "measurements") -> str:
+        """The errors; ``measurements``: which ones they are of."""
+        words = f"90 % of predictions are within {self.of_times:.0%} of {measurements}"
         return f"{words}, half of the ratios of two within {self.of_ratios:.1%}" if self.of_ratios else words
 
 

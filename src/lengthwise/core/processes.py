@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -33,6 +34,19 @@ def check_processes(asked: int, *, setting: str, limit: int) -> None:
             f"{setting} {asked}: this machine may run {maximum:,} at most, {MOST_PER_CORE} for each of its "
             f"{num_cores()} cores and never more than {limit:,}; lower it"
         )
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Within, Ctrl-C does nothing here, nor in processes that are started: those leave it to this one for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say what signals do
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def follow_parent() -> None:

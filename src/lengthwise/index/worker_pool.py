@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.processes import follow_parent
+from lengthwise.core.processes import follow_parent, interrupts_ignored
 from lengthwise.index.build_part import PartJob, build_part
 from lengthwise.index.source_file import WorkUnit
 
@@ -24,7 +24,8 @@ def build_parts(job: PartJob, units: list[WorkUnit], *, workers: int, on_done: C
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
-        futures = [pool.submit(build_part, job, unit) for unit in units]
+        with interrupts_ignored():
+            futures = [pool.submit(build_part, job, unit) for unit in units]
         for number, future in enumerate(futures, 1):
             future.result()
             on_done(number)
@@ -33,8 +34,13 @@ def build_parts(job: PartJob, units: list[WorkUnit], *, workers: int, on_done: C
             "a worker of the index build was killed, perhaps for want of memory; finished parts are kept: "
             "run the same command again with fewer --workers"
         ) from None
+    except BaseException:
+        for worker in list((pool._processes or {}).values()):  # Python 3.14 has pool.terminate_workers()
+            worker.terminate()  # rather than wait for the parts that they are at
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        with interrupts_ignored():  # another one would leave workers behind that this process waits for
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _start_worker() -> None:

@@ -42,7 +42,9 @@ def run(
         emit_json({**document, "out": str(out) if out else None})
     else:
         print_plans(plans, summarize_plans(plans), verbose=verbose)
-        accuracy = error or "too few measurements are public to say how far predictions are off"
+        accuracy = "too few measurements are public to say how far predictions are off"
+        if error is not None:
+            accuracy = str(error) if resolved.plan.profile else error.in_words("public measurements of the device")
         stdout().print(f"costs: {accuracy}", soft_wrap=True)
         if (beyond := beyond_profile(plans, costs[0])) is not None:
             stdout().print(beyond_words(beyond), soft_wrap=True)

@@ -250,8 +250,14 @@ class Recorder(TorchDispatchMode):
             self.memory.hold_briefly(
                 kernel.workspace_bytes, f"{self.operation}, {func._schema.name.partition('::')[2]}"
             )
-        elif (packet := func._overloadpacket) in flop_registry:
-            self.flops["products"] += flop_registry[packet](*args, **kwargs, out_val=out)
+        elif (count := flop_registry.get(out_of_place(func))) is not None:
+            self.flops["products"] += count(*args, **kwargs, out_val=out)
+
+
+def out_of_place(func: Any) -> Any:
+    """The operation that computes what ``func`` does, which may write it in place: ``addmm`` of ``addmm_``."""
+    packet = func._overloadpacket
+    return getattr(aten, packet.__name__.removesuffix("_"), packet) if func.namespace == "aten" else packet
 
 
 def line_of_code() -> str:

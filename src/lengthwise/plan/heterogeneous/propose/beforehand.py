@@ -4,11 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from signal import SIG_IGN, SIGINT, signal
-from threading import current_thread, main_thread
 
 from lengthwise.core.garbage import collection_paused
-from lengthwise.core.processes import LibraryContext
+from lengthwise.core.processes import LibraryContext, interrupts_ignored
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
 from lengthwise.plan.space.problem import PlanningProblem
@@ -24,7 +22,7 @@ Found = list[tuple[tuple[tuple[int, int], ...], float]]
 def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, workers: int) -> Iterator[None]:
     """Have ``workers`` processes search every space of every problem, for ``proposals`` to ask for while this lasts."""
     with ProcessPoolExecutor(workers, LibraryContext()) as pool:
-        with _interrupts_ignored():
+        with interrupts_ignored():
             for problem in problems:
                 sent = deepcopy(problem)  # the executor's thread pickles it while planners go on with the original
                 for space in spaces:
@@ -33,19 +31,6 @@ def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, w
             yield
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes started meanwhile leave Ctrl-C to this one, which ends them."""
-    if current_thread() is not main_thread():
-        yield  # only the main thread may say what signals do
-        return
-    before = signal(SIGINT, SIG_IGN)
-    try:
-        yield
-    finally:
-        signal(SIGINT, before)
 
 
 def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
