@@ -37,16 +37,13 @@ def check_processes(asked: int, *, setting: str, limit: int) -> None:
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Within, Ctrl-C does nothing here, nor in processes that are started: those leave it to this one for good."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say what signals do
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def interrupts_later() -> Iterator[None]:
+    """Within, Ctrl-C waits until the end; processes that are started meanwhile leave it to this one for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def follow_parent() -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.processes import follow_parent, interrupts_ignored
+from lengthwise.core.processes import follow_parent, interrupts_later
 from lengthwise.index.build_part import PartJob, build_part
 from lengthwise.index.source_file import WorkUnit
 
@@ -24,7 +24,7 @@ def build_parts(job: PartJob, units: list[WorkUnit], *, workers: int, on_done: C
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
     try:
-        with interrupts_ignored():
+        with interrupts_later():
             futures = [pool.submit(build_part, job, unit) for unit in units]
         for number, future in enumerate(futures, 1):
             future.result()
@@ -39,7 +39,7 @@ def build_parts(job: PartJob, units: list[WorkUnit], *, workers: int, on_done: C
             worker.terminate()  # rather than wait for the parts that they are at
         raise
     finally:
-        with interrupts_ignored():  # another one would leave workers behind that this process waits for
+        with interrupts_later():  # another one would leave workers behind that this process waits for
             pool.shutdown(wait=True, cancel_futures=True)
 
 

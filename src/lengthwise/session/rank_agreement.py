@@ -95,9 +95,9 @@ def _add(state: "hashlib.blake2b", values: Any) -> None:
 def _plain(value: Any) -> Any:
     """An option as numbers, texts and lists."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
-        state = hashlib.blake2b(str(value.dtype).encode(), digest_size=8)
-        _add(state, value.detach().cpu().reshape(-1).view(torch.uint8))  # NumPy has no bfloat16
-        return f"{list(value.shape)} {state.hexdigest()}"
+        numbers = value.detach().cpu()
+        is_known_to_numpy = not value.is_floating_point() or value.dtype in (torch.float32, torch.float64)
+        value = (numbers if is_known_to_numpy else numbers.double()).numpy()
     if isinstance(value, np.ndarray):
         state = hashlib.blake2b(digest_size=8)
         _add(state, value)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.gradient_changes import is_ours
 
+Hook = Callable[..., Any]
 MOST_TRIED = 1 << 26
 """Numbers of the largest gradients on which it is tried whether a hook is linear."""
 ROUNDINGS = 64
@@ -26,27 +27,25 @@ class LateChanges:
     def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
         """``is_plain``: whether the model computes as its user's own at the moment, with whatever hooks."""
         self._model, self._is_plain = model, is_plain
-        self._compared = {id(hook): hook for _, hook in self._on_gradients()}
-        self._compared |= {id(hooks[key]): hooks[key] for _, hooks, key in self._hooks()}
-        """Hooks that packs were compared with, or that are linear; they are kept, so that no other gets their id."""
+        every = (*self._hooks(), *self._on_gradients())
+        self._compared = {id(hooks[key]): hooks[key] for _, hooks, key in every}
+        """Hooks that packs were compared with; they are kept, so that no other gets their id."""
         self._forwards = {name: _forwards_of(module) for name, module in model.named_modules()}
         self._num_registered, self._step = RemovableHandle.next_id, -1
 
     def check(self, step: int) -> None:
-        """Raise ``InputError`` if a hook on a parameter is new and not linear, or if a forward was replaced; watch what
-        other new hooks return. Forwards are looked at once a step.
-        """
+        """Watch what new hooks return; once a step, raise ``InputError`` if a forward was replaced."""
         if step != self._step:
             self._step = step
             self._check_forwards()
         if RemovableHandle.next_id != self._num_registered:
             self._num_registered = RemovableHandle.next_id
-            for name, hooks, key in list(self._hooks()):
-                if id(hooks[key]) not in self._compared and not is_ours(hooks[key]):
-                    hooks[key] = self._watched(name, hooks[key])
-            self._check_gradients()
+            for watched, every in ((self._watched, self._hooks), (self._watched_gradient, self._on_gradients)):
+                for name, hooks, key in list(every()):
+                    if id(hooks[key]) not in self._compared and not is_ours(hooks[key]):
+                        hooks[key] = watched(name, hooks[key])
 
-    def _hooks(self) -> Iterator[tuple[str, dict[int, Callable[..., Any]], int]]:
+    def _hooks(self) -> Iterator[tuple[str, dict[int, Hook], int]]:
         """Hooks on forwards: the module's name, and where the hook is."""
         for name, module in self._model.named_modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -54,7 +53,7 @@ class LateChanges:
                     if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
                         yield name or type(module).__name__, hooks, key
 
-    def _watched(self, name: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, name: str, hook: Hook) -> Hook:
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = hook(*args, **kwargs)
             if result is None or result is args[-1] or self._is_plain():
@@ -75,42 +74,48 @@ class LateChanges:
                     "compared with the model as it was; replace it before prepare, or prepare again"
                 )
 
-    def _on_gradients(self) -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
-        """Hooks on parameters, by the parameter's name."""
+    def _on_gradients(self) -> Iterator[tuple[str, dict[int, Hook], int]]:
+        """Hooks on gradients: the parameter's name, and where the hook is."""
         for name, parameter in self._model.named_parameters():
-            for hook in (parameter._backward_hooks or {}).values():
-                yield name, hook
+            hooks = parameter._backward_hooks or {}
+            for key in hooks:
+                yield name, hooks, key
 
-    def _check_gradients(self) -> None:
-        for name, hook in list(self._on_gradients()):
-            if id(hook) in self._compared or is_ours(hook):
-                continue
-            if not _is_linear(hook, self._model.get_parameter(name)):
+    def _watched_gradient(self, name: str, hook: Hook) -> Hook:
+        is_linear = False
+
+        def watched(gradient: Tensor) -> Tensor | None:
+            nonlocal is_linear
+            result = hook(gradient)
+            if result is None or result is gradient or is_linear:
+                return result
+            if not (is_linear := _is_linear(hook, gradient)):
                 raise InputError(
                     f"a hook on the gradient of {name}, registered after prepare, is not linear, and it is called with "
                     "a part of a step's gradient; change gradients once a step, in the optimizer, or clip their norm "
                     "by clip_norm"
                 )
-            self._compared[id(hook)] = hook
+            return result
+
+        return watched
 
 
 def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
     return vars(module).get("forward"), type(module).forward
 
 
-def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
-    """Whether a hook changes a sum as it changes its terms, tried on random numbers."""
-    if parameter.numel() > MOST_TRIED:
+def _is_linear(hook: Hook, gradient: Tensor) -> bool:
+    """Whether a hook changes a sum as it changes its terms, tried on random numbers like a gradient."""
+    if gradient.numel() > MOST_TRIED:
         return True
-    generator = torch.Generator(parameter.device).manual_seed(0)
+    generator = torch.Generator(gradient.device).manual_seed(0)
     first, second = (
-        torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype, device=parameter.device)
-        for _ in range(2)
+        torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device) for _ in range(2)
     )
 
-    def changed(gradient: Tensor) -> Tensor:
-        result = hook(gradient.clone())
-        return gradient if result is None else result
+    def changed(given: Tensor) -> Tensor:
+        result = hook(given.clone())
+        return given if result is None else result
 
     with torch.no_grad():
         try:
@@ -118,4 +123,4 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bo
             difference, largest = of_sum - sum(of_terms), max(float(made.abs().max()) for made in of_terms)
         except Exception:  # whatever other people's functions raise
             return False
-    return bool(difference.abs().max() <= ROUNDINGS * torch.finfo(parameter.dtype).eps * largest)
+    return bool(difference.abs().max() <= ROUNDINGS * torch.finfo(gradient.dtype).eps * largest)

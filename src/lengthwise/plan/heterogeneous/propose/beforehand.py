@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 from lengthwise.core.garbage import collection_paused
-from lengthwise.core.processes import LibraryContext, interrupts_ignored
+from lengthwise.core.processes import LibraryContext, interrupts_later
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
 from lengthwise.plan.space.problem import PlanningProblem
@@ -22,7 +22,7 @@ Found = list[tuple[tuple[tuple[int, int], ...], float]]
 def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, workers: int) -> Iterator[None]:
     """Have ``workers`` processes search every space of every problem, for ``proposals`` to ask for while this lasts."""
     with ProcessPoolExecutor(workers, LibraryContext()) as pool:
-        with interrupts_ignored():
+        with interrupts_later():
             for problem in problems:
                 sent = deepcopy(problem)  # the executor's thread pickles it while planners go on with the original
                 for space in spaces:
