@@ -228,7 +228,7 @@ def _check_groups():
             run_step(plan, model, state, source_of(batch), lr=LR, clip_norm=CLIP, clock=StepClock(world))
             counts.append(sum(map(len, made.values())))
     assert counts[-1] == counts[5] > 3, "a strategy that comes back finds its groups"
-    assert max(map(len, made.values())) <= 3, "one for a stage, one each way for a pipeline"
+    assert max(map(len, made.values())) <= 4, "one for a stage, one for its gradients, one each way for a pipeline"
     for handle in (handle for handles in made.values() for handle in handles):
         if handle != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(handle)
