@@ -39,11 +39,18 @@ def check_processes(asked: int, *, setting: str, limit: int) -> None:
 @contextmanager
 def interrupts_later() -> Iterator[None]:
     """Within, Ctrl-C waits until the end; processes that are started meanwhile leave it to this one for good."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    is_main, came = threading.current_thread() is threading.main_thread(), list[int]()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which processes inherit
+    if is_main:  # another thread may still be given it
+        handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def follow_parent() -> None:
