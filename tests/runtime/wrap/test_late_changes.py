@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.late_changes import LateChanges
 
 
@@ -84,3 +85,12 @@ def test_hooks_that_record_hear_every_gradient_once():
     called(model, changes)
     called(model, changes)
     assert [gradient.tolist() for gradient in heard] == [[1.0, 1.0]] * 2
+
+
+def test_a_forward_of_this_library_may_go():
+    model, _ = watched()
+    ours = PreparedForward(model[1], model[1].forward)
+    changes = LateChanges(model, is_plain=lambda: False)
+    called(model, changes)
+    ours.release()
+    called(model, changes, step=2)

@@ -68,7 +68,7 @@ class LateChanges:
     def _check_forwards(self) -> None:
         for name, module in self._model.named_modules():
             before, now = self._forwards.get(name), _forwards_of(module)
-            if before is not None and any(a is not b and not is_ours(b) for a, b in zip(before, now)):
+            if before is not None and any(_is_replaced(a, b) for a, b in zip(before, now)):
                 raise InputError(
                     f"the forward of {name or type(module).__name__} was replaced after prepare, and packs were "
                     "compared with the model as it was; replace it before prepare, or prepare again"
@@ -102,6 +102,12 @@ class LateChanges:
 
 def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
     return vars(module).get("forward"), type(module).forward
+
+
+def _is_replaced(before: Any, now: Any) -> bool:
+    """Whether a user put another forward in the place of one, and not this library, which also takes its own away."""
+    is_back = is_ours(before) and (now is None or now is getattr(before, "original", None))
+    return before is not now and not is_ours(now) and not is_back
 
 
 def _is_linear(hook: Hook, gradient: Tensor) -> bool:
