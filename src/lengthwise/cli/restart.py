@@ -231,6 +231,8 @@ class ResumePoint:
     """Whether the user said so, so that there must be a checkpoint."""
     fall_back: bool = False
     """Whether an older checkpoint will do where the newest is damaged."""
+    last_error: str = ""
+    """What ended the ranks before torchrun started them again, as far as one of them could tell."""
 
     def restore(self, trainer: "TrainingLoop", world: "DistContext") -> None:
         """Go on from the newest complete checkpoint, if there is one. Every rank calls this.
@@ -246,6 +248,8 @@ class ResumePoint:
             every = trainer.config.train.checkpoint_every
             none = f"no checkpoint is complete yet (train.checkpoint_every={every}: fewer steps lose less)"
             where = f"from {paths[0].name}" if paths else f"from the first step: {none}"
+            if self.last_error:
+                sys.stderr.write(f"restart {num_restarts()}: the ranks ended with an error: {self.last_error}\n")
             sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
         problem = ""
         for path, older in zip(paths, [*paths[1:], None]):

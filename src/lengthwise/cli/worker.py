@@ -24,6 +24,7 @@ from lengthwise.cli.restart import (
     note_begun,
     num_restarts,
     of_disk_in_words,
+    read_status,
     reason_of,
     report_error,
     settings_of,
@@ -77,7 +78,7 @@ def run_worker(
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.comm.world import start_world, stop_world
 
-    claim = RanksClaim(folder)
+    claim, last_error = RanksClaim(folder), ""
     stop = StopRequest(
         folder.stop,
         end_start=partial(_end_start, folder, claim),
@@ -89,6 +90,7 @@ def run_worker(
         if is_first():
             make_folder(folder.path, setting="run_folder")
             claim.take(is_restarted=num_restarts() > 0)
+            last_error = str(read_status(folder).get("error", "")) if num_restarts() else ""
             (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
             if config.train.compile and (aside := set_aside_foreign(folder.compiler)):
                 stderr().print(
@@ -101,7 +103,7 @@ def run_worker(
         claim.share(world)
         if world.is_first:
             write_status(folder, RUNNING)
-        start = ResumePoint(folder=folder, resume=resume, fall_back=fall_back)
+        start = ResumePoint(folder=folder, resume=resume, fall_back=fall_back, last_error=last_error)
         stopped_early = early_stop(_train(config, world, start, stop, check_folder=claim.check, quiet=quiet))
         if world.is_first:
             _say("" if quiet else stopped_early)

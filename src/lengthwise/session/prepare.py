@@ -26,6 +26,7 @@ from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import DistContext, shutdown_at_exit, start_world
 from lengthwise.runtime.loop.brought_items import ItemExchange
 from lengthwise.runtime.loop.call_order import all_succeed
+from lengthwise.runtime.loop.changed_settings import ChangedSettings
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths
@@ -102,7 +103,9 @@ def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -
     """
     chosen = read_options(dict(options))
     with errors_spelt(as_option), preserve_state(model):
-        return _prepare(model, corpus, chosen)
+        run = _prepare(model, corpus, chosen)
+    run.settings = ChangedSettings(model)
+    return run
 
 
 prepare.__signature__ = with_keywords(signature(prepare))  # type: ignore[attr-defined]  # for help() and editors
@@ -156,6 +159,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         prepared.close()
         raise
     run.limits_own_batches = chosen.steps is not None
+    run.check_again, run.compares_changes = partial(_check_again, prepared, chosen), chosen.check
     return run
 
 
@@ -314,8 +318,8 @@ def _read(
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
-def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> None:
-    """Compare what plans may compute with the stock model."""
+def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None) -> None:
+    """Compare what plans may compute with the stock model; ``longest``: None compares short sequences alone."""
     size, per_node = prepared.world.size, prepared.world.ranks_per_node
     shown = options.verbose and prepared.world.is_first
     with progress_bar("comparing with the stock model", shown=shown) as advance:
@@ -324,9 +328,15 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
             degrees=[degree for degree in degrees_of(size, per_node or size) if degree <= (options.max_degree or size)],
             methods=options.sharing_methods,
             recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
-            longest=longest // options.slot_tokens,
+            longest=None if longest is None else longest // options.slot_tokens,
             on_progress=advance,
         )
+
+
+def _check_again(prepared: PreparedModel, options: PrepareOptions) -> None:
+    """Compare short packs with the stock model, whose weights and settings may have changed since."""
+    with errors_spelt(as_option), preserve_state(prepared.model):
+        _check(prepared, options, longest=None)
 
 
 def _planner(

@@ -18,7 +18,7 @@ from lengthwise.runtime.loop.call_order import (
 )
 from tests.runtime.train.runs import local_world
 
-BEGIN, UPDATE, LEAVE, SKIP, SAVE, RESUME, ITEMS, SCORE, COUPLE, CLOSE = RankOperation
+BEGIN, UPDATE, LEAVE, SKIP, SAVE, RESUME, ITEMS, SCORE, COUPLE, CLOSE, COMPARE = RankOperation
 
 
 def reports_of(*places, notes=()):
@@ -34,6 +34,7 @@ def reports_of(*places, notes=()):
     ("places", "also"),
     [
         ([(BEGIN, 3)], ()),
+        ([(COMPARE, 3)] * 2, ()),
         ([(UPDATE, 3)] * 4, ()),
         ([(UPDATE, 3), (LEAVE, 3)], (LEAVE, UPDATE)),
         ([(LEAVE, 3), (LEAVE, 3)], (LEAVE, UPDATE)),
@@ -68,7 +69,7 @@ def test_ranks_that_are_elsewhere_are_told_from_one_another(places, also, said):
 def test_each_operation_has_the_call_that_a_loop_makes():
     assert [operation.call for operation in RankOperation] == [
         "begin of a step", "step.update()", "end of a step that was left", "step.skip()", "run.save()", "run.resume()",
-        "run.step(items)", "run.score(items)", "end of the forwards of a step", "run.close()",
+        "run.step(items)", "run.score(items)", "end of the forwards of a step", "run.close()", "run.compare()",
     ]  # fmt: skip
     assert [operation.described(7) for operation in RankOperation] == [
         "began step 7", "called step.update() of step 7", "left step 7 without step.update()",

@@ -122,7 +122,7 @@ def summed_by_all_reduce(state, holdings, *, seed):
 
 
 def pushed(state):
-    return torch.cat([state.master[:0], *(s.parameter.grad.flatten() for s in state.segments)])
+    return torch.cat([state.master[:0], *(s.parameter.grad.flatten() for s in state.owned.all)])
 
 
 def own_part(state, whole):

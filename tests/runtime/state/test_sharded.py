@@ -43,13 +43,13 @@ def _check_ownership(settings):
         decays[slice(*slot.interval)] = len(slot.shape) > 1
     expected = torch.cat([decays[:0], *(decays[start:end] for start, end in held)])
     assert decays.any() and not decays.all(), "matrices and vectors"
-    found = torch.cat([torch.full((s.parameter.numel(),), s.decays) for s in state.segments])
+    found = torch.cat([torch.full((s.parameter.numel(),), s.decays) for s in state.owned.all])
     assert torch.equal(found, expected)
     for group, flag in zip(state.optimizer.param_groups, (True, False)):
         assert group["weight_decay"] == (settings.weight_decay if flag else 0.0)
-        assert {id(p) for p in group["params"]} == {id(s.parameter) for s in state.segments if s.decays is flag}
+        assert {id(p) for p in group["params"]} == {id(s.parameter) for s in state.owned.all if s.decays is flag}
     at = 0
-    for segment in state.segments:
+    for segment in state.owned.all:
         assert segment.parameter.data_ptr() == state.master[at:].data_ptr(), "a view, in order, without gaps"
         at += segment.parameter.numel()
     assert at == len(state.master)
@@ -110,7 +110,7 @@ def _check_accumulation():
     state.finish_push()
     assert not state.gradients.any()
     if state.world.rank == 0:
-        assert state.segments[0].parameter.grad[0].item() == 518.0
+        assert state.owned.all[0].parameter.grad[0].item() == 518.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -130,7 +130,7 @@ def _check_idle(dtype):
     if state.world.rank == 1:
         state.gradients.fill_(1.0)
     state.finish_push()
-    assert all((s.parameter.grad == 1.0).all() for s in state.segments)
+    assert all((s.parameter.grad == 1.0).all() for s in state.owned.all)
     norm, loss = state.global_norm(torch.tensor(float(state.world.rank)))
     assert norm == pytest.approx(state.table.num_elements**0.5) and loss == 3.0
     state.step(lr=0.1, clip=1.0)

@@ -66,7 +66,7 @@ def gradients_on_one_device(spec: ModelSpec, batch: GlobalBatch) -> tuple[float,
 def pushed_gradients(state: ShardedState) -> dict[str, torch.Tensor]:
     """What owners were pushed, from all ranks, by parameter."""
     whole = torch.zeros(state.table.num_elements, dtype=torch.float64)
-    own = torch.cat([state.master[:0], *(segment.parameter.grad.flatten() for segment in state.segments)])
+    own = torch.cat([state.master[:0], *(segment.parameter.grad.flatten() for segment in state.owned.all)])
     at = 0
     for start, end in state.owned_layout.intervals[state.world.rank]:
         whole[start:end] = own[at : at + end - start]

@@ -65,7 +65,7 @@ def _check_gradients(seeds, ranks_per_node=0):
         model, state = new_state(world, torch.float64)
         source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
         run_micro_batches(plan, model, state, source, clock=StepClock(world))
-        state.master.copy_(torch.cat([state.master[:0], *(s.parameter.grad.flatten() for s in state.segments)]))
+        state.master.copy_(torch.cat([state.master[:0], *(s.parameter.grad.flatten() for s in state.owned.all)]))
         for name, found in master_weights(state).items():
             torch.testing.assert_close(found, expected[name], rtol=EXACT, atol=EXACT, msg=f"{name}, seed {seed}")
         norm, _ = state.global_norm(torch.zeros(()))

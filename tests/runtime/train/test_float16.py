@@ -112,7 +112,7 @@ def _errors(seeds, settings, divided_by=1.0):
         model, state = new_state(world, torch.float16, settings=settings)
         source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
         run_micro_batches(plan, model, state, source, clock=StepClock(world))
-        pushed = torch.cat([state.master[:0], *(s.pushed.flatten().to(state.master_dtype) for s in state.segments)])
+        pushed = torch.cat([state.master[:0], *(s.pushed.flatten().to(state.master_dtype) for s in state.owned.all)])
         state.master.copy_(pushed / state.loss_scaler.scale * divided_by)
         found, expected = master_weights(state), {name: p.grad for name, p in reference.named_parameters()}
         ours, theirs = (torch.cat([values[name].flatten() for name in expected]) for values in (found, expected))

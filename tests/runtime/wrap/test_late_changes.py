@@ -28,6 +28,10 @@ ALLOWED = {
     "looks before": lambda model: model[1].register_forward_pre_hook(
         lambda module, args, kwargs: None, with_kwargs=True
     ),
+    "returns its arguments": lambda model: model[1].register_forward_pre_hook(
+        lambda module, args, kwargs: ((*args,), {**kwargs}), with_kwargs=True
+    ),
+    "returns its input": lambda model: model[1].register_forward_pre_hook(lambda module, args: args[0]),
     "looks at gradients": lambda model: model[1].weight.register_hook(lambda gradient: None),
     "masks rows": lambda model: model[1].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [0.0]])),
 }

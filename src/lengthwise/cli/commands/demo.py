@@ -6,13 +6,17 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.commands import index, profile
+from lengthwise.cli.commands import profile
 from lengthwise.cli.launch import check_torch
 from lengthwise.cli.tables.demo_table import print_demo
+from lengthwise.cli.tables.index_table import print_index
 from lengthwise.cli.train_config import launch
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.index.settings import IndexSettings
+from lengthwise.index.store import open_index
 from lengthwise.session.console import emit_json, stderr
 from lengthwise.session.demo_settings import DEMO_LENGTHS, NUM_RANKS, POLICIES, demo_config
+from lengthwise.session.index_corpus import index_corpus
 from lengthwise.session.run_report import write_report
 
 TRACE = "trace.json.gz"
@@ -27,7 +31,8 @@ def run(
     check_torch()
     log = stderr()
     log.print("1/4 index the standard library (byte-level BPE of 8,192 entries, trained on it)")
-    index.run(out=out / "index", python_stdlib=True, train_bpe=8192)
+    built = index_corpus(IndexSettings(source=None, train_bpe=8192), out / "index", workers=None, restart=False)
+    print_index(open_index(out / "index"), built, shows_next=False)
     runs = out / datetime.now().strftime("%Y%m%d-%H%M%S")
     runs.mkdir(parents=True)
     config = demo_config(out / "index", runs / "profile.json", steps, **DEMO_LENGTHS)

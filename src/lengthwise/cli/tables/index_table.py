@@ -8,8 +8,8 @@ from lengthwise.index.store import TokenStore
 from lengthwise.session.console import stderr
 
 
-def print_index(store: TokenStore, built: BuiltIndex) -> None:
-    """Print what an index holds, what was left out of it, and what comes next."""
+def print_index(store: TokenStore, built: BuiltIndex, *, shows_next: bool = True) -> None:
+    """Print what an index holds and what was left out of it; ``shows_next``: and what comes next."""
     lines = []
     info = store.info
     if built.was_up_to_date:
@@ -31,7 +31,8 @@ def print_index(store: TokenStore, built: BuiltIndex) -> None:
         if count := info["ledger"].get(reason):
             left_out = f"{counted(count, 'document')} ({reason})"
             lines.append(f"  left out: {left_out}, such as {info['ledger']['examples'][reason][0]}")
-    lines.append(f"next: lengthwise stats {shell_word(store.path)}")
+    if shows_next:
+        lines.append(f"next: lengthwise stats {shell_word(store.path)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
 
 

@@ -38,6 +38,7 @@ class RankOperation(IntEnum):
     SCORE = 8
     COUPLE = 9
     CLOSE = 10
+    COMPARE = 11
 
     @property
     def call(self) -> str:
@@ -51,6 +52,7 @@ class RankOperation(IntEnum):
             RankOperation.SCORE: "run.score(items)",
             RankOperation.COUPLE: "end of the forwards of a step",
             RankOperation.CLOSE: "run.close()",
+            RankOperation.COMPARE: "run.compare()",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -67,6 +69,7 @@ class RankOperation(IntEnum):
             RankOperation.SCORE: f"called run.score(items) before step {step}",
             RankOperation.COUPLE: f"computed the forwards of step {step}",
             RankOperation.CLOSE: f"called run.close() in step {step}",
+            RankOperation.COMPARE: f"called run.compare() before step {step}",
         }[self]
 
 

@@ -65,8 +65,12 @@ class Fsdp2State:
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
 
+    def begin_step(self) -> None:
+        """Begin a step: nothing has a gradient."""
+        self.clear_gradient()
+
     def clear_gradient(self) -> None:
-        """Remove all gradients, as at the beginning of a step."""
+        """Remove all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 

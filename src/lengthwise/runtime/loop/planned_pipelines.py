@@ -275,14 +275,14 @@ def own_rounds(plan: StepPlan, rank: int) -> list[int]:
     return [number for number, is_active in enumerate(rounds_of(plan)) if is_active[rank]]
 
 
-def sync_step(plan: StepPlan, clock: StepClock, problem: str) -> None:
+def sync_step(plan: StepPlan, clock: StepClock, problem: str, *, is_changed: bool = False) -> bool:
     """Check that all ranks hold the same plan, and set the clock's zero; ``problem``: what is wrong with this rank's
-    model, if anything is.
+    model, if anything is. Returns whether on any rank the model ``is_changed``.
 
     Raises:
         CheckError: plans differ, ranks are at different operations, or a model is not as it was prepared.
     """
-    values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9)]
+    values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9), int(is_changed)]
     reports = sync_ranks(clock.world, RankOperation.BEGIN, plan.step, values=values, note=problem)
     reports.check_same()
     clock.align(max(reports.column(1)) / 1e9)
@@ -295,3 +295,4 @@ def sync_step(plan: StepPlan, clock: StepClock, problem: str) -> None:
             f"step {plan.step}: rank {other} plans {digests[other] + (1 << 63):016x}, rank 0 plans "
             f"{digests[0] + (1 << 63):016x}; the ranks see different data, profiles or versions"
         )
+    return any(reports.column(2))

@@ -266,7 +266,7 @@ class PreparedModel:
 
         FSDP2 has its own ways; one rank alone moves nothing.
         """
-        self.state.clear_gradient()
+        self.state.begin_step()
         if self.world.size == 1 or not isinstance(self.state, ShardedState):
             return
         layers, structure = self.wrapped_model.layers, self.wrapped_model.structure

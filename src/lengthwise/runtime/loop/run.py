@@ -253,7 +253,8 @@ class Run(WatchedModel):
         if not isinstance(cut.plan, StepPlan):
             raise InputError(f"run.planner returned {cut.plan!r} for step {self.next_step}; it returns a StepPlan")
         cut.plan.check_covers(cut.batch)
-        sync_step(cut.plan, clock, self.parameters.problem())
+        if sync_step(cut.plan, clock, self.parameters.problem(), is_changed=bool(self.changed_settings)):
+            self._compare_changed(cut.plan.step)
         self.collator = pending.collator(cut, self._items, self._corpus_collator)
         return self.begin_step(cut.plan, clock, attempt=pending.attempt)
 
@@ -366,6 +367,7 @@ class Run(WatchedModel):
         self._ahead.forget()
         self.collator = self._corpus_collator
         self.update_weights()
+        self.settings.note()
         self.log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
 

@@ -1,12 +1,15 @@
 """A prepared model between updates: what loops did to its weights and gradients, and whether ranks did the same."""
 
 import logging
+from collections.abc import Callable
 
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import counted
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.call_order import RankReports
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
+from lengthwise.runtime.loop.changed_settings import ChangedSettings
 from lengthwise.runtime.loop.foreign_optimizers import ForeignOptimizers
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.loop_gradients import LoopGradients
@@ -20,10 +23,18 @@ from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 _log = logging.getLogger("lengthwise")
+MOST_NAMED = 3
+"""Changed settings that a message names."""
 
 
 class WatchedModel(PreparedModel):
     """A prepared model that a loop trains, and whose weights and gradients it may change by hand."""
+
+    check_again: Callable[[], None] | None = None
+    """Compares packs with the stock model, as ``prepare`` did; None: nobody can."""
+    compares_changes = False
+    """Whether packs are compared again where a loop has changed settings of the model."""
+    next_step: int
 
     def __init__(
         self,
@@ -36,7 +47,7 @@ class WatchedModel(PreparedModel):
     ) -> None:
         super().__init__(wrapped_model, world, collator=collator, state=state, seed=seed)
         self.parameters = WatchedParameters(self.model, state.named if isinstance(state, ShardedState) else None)
-        self.gradients = LoopGradients(state)
+        self.gradients, self.settings = LoopGradients(state), ChangedSettings(self.model)
         self.foreign_optimizers = ForeignOptimizers(
             wrapped_model.structure.parameters.items(), state.optimizer, allowed=lambda: wrapped_model.is_plain
         )
@@ -89,6 +100,56 @@ class WatchedModel(PreparedModel):
         if any(reports.column(columns[1])) and not isinstance(self.state, Fsdp2State):
             self.state.local_weights().adopt()
             self.log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
+
+    @property
+    def changed_settings(self) -> dict[str, str]:
+        """Settings of the model that a loop has changed since it was compared, and what they became, by name."""
+        return self.settings.changed if self.compares_changes else {}
+
+    def compare(self) -> None:
+        """Compare packs with the stock model again, with the weights and settings of the moment; every rank calls this.
+
+        Between two steps: after a change of what the model does not hold, such as a setting of ``loss=``, or every so
+        many steps, as values that weights reach may begin to mix tokens (a capacity, a norm of a whole tensor).
+
+        Raises:
+            CheckError: packs change what the model learns, ranks call different things, or a step is being computed.
+            InputError: it cannot be computed.
+            InfeasibleError: there is no memory for it.
+        """
+        assert self.check_again is not None, "prepare makes runs that can be compared"
+        self._come_between_steps("run.compare()")
+        sync_ranks(self.world, RankOperation.COMPARE, self.next_step).check_same()
+        if isinstance(self.state, ShardedState):
+            self.state.finish_pull()
+        self.check_again()
+        self.settings.note()
+
+    def _come_between_steps(self, call: str) -> None:
+        """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
+        raise NotImplementedError
+
+    def _compare_changed(self, step: int) -> None:
+        """Compare packs with the model again, as settings have changed on a rank; every rank calls this.
+
+        Raises:
+            LengthwiseError: with these settings, packs change what the model learns, or it cannot be computed.
+        """
+        changed = self.changed_settings
+        named = [f"{name} {change}" for name, change in changed.items()][:MOST_NAMED]
+        more = (
+            f" and {counted(len(changed) - MOST_NAMED, 'other setting')} changed" if len(changed) > MOST_NAMED else ""
+        )
+        what = ", ".join(named) + more if named else "settings of another rank's model changed"
+        self.log_on_first_rank("step %d: %s: packs are compared with the stock model again", step, what)
+        try:
+            self.compare()
+        except InfeasibleError as error:
+            if self.world.is_first:
+                _log.warning("step %d: %s, and packs were not compared again: %s", step, what, error)
+        except LengthwiseError as error:
+            raise error.with_message(f"step {step}: since prepare, {what}, and now {error.marked}") from None
+        self.settings.note(changed)
 
     def note_failure(self, reason: str) -> None:
         """Store the reason why the step comes again, for later messages."""

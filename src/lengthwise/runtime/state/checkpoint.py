@@ -88,6 +88,7 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
     if state.loss_scaler is not None and scaled is not None:
         state.loss_scaler.load_state_dict(scaled)
     num_left_out = len(document.get("skipped", ())) + (scaled["num_skipped"] if scaled else 0)
+    state.unused.load_state_dict(document.get("unused_parameters", {}))  # nor do they have these
     restore(state, room, document["step"] - num_left_out)
     state.saved_steps[checkpoint.parent.resolve()] = steps_up_to(checkpoint, document)
     restore_values(state.optimizer, document["optimizer"].get("groups", {}))  # older checkpoints have none

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lengthwise.core.layout import fully_sharded
 from lengthwise.runtime.state.optimizer import step_state
-from lengthwise.runtime.state.sharded import Segment, ShardedState
+from lengthwise.runtime.state.owned_segments import Segment
+from lengthwise.runtime.state.sharded import ShardedState
 
 MASTER = "master"
 
@@ -74,9 +75,13 @@ def room_for(state: ShardedState, saved: Mapping[str, tuple[Sequence[int], torch
 
 
 def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: int) -> None:
-    """Restore the state from what :func:`contents` gave, as it was after ``num_steps`` updates of the optimizer."""
+    """Restore the state from what :func:`contents` gave, as it was after ``num_steps`` updates of the optimizer.
+
+    ``state.unused`` says which parameters had less.
+    """
     if state.optimizer is not None:
         state.optimizer.state.clear()
+    state.owned.separate(state.unused.times_left_out)
     for part, segments in _by_part(state).items():
         position = 0
         for segment in segments:
@@ -95,8 +100,9 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
             position += parameter.numel()
             with torch.no_grad():
                 parameter.copy_(optimizer_state.pop(MASTER))
-            if state.optimizer is not None and (num_steps or (state.settings.make and optimizer_state)):
-                counted = step_state(state.settings, num_steps, state.optimizer)
+            num_updates = num_steps - state.unused.times_left_out[segment.only]
+            if state.optimizer is not None and (num_updates or (state.settings.make and optimizer_state)):
+                counted = step_state(state.settings, num_updates, state.optimizer)
                 state.optimizer.state[parameter] = {**counted, **optimizer_state}
     state.forget_weights()
 
@@ -106,7 +112,7 @@ def _by_part(state: ShardedState) -> dict[str, list[Segment]]:
     parts: dict[str, list[Segment]] = {}
     if not state.settings.needs_whole_parameters:
         parts = {str(unit): [] for unit in range(state.table.num_units)}
-    for segment in state.segments:
+    for segment in state.owned.all:
         parts.setdefault(segment.name, []).append(segment)
     return parts
 

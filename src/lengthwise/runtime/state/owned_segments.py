@@ -1,12 +1,17 @@
 """What a rank owns as the optimizer sees it: segments of parameters that are treated alike, and their update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.layout import Interval
+from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.parameter_groups import set_learning_rate
 from lengthwise.runtime.state.table import ParameterTable
 
 
@@ -24,33 +29,41 @@ class Segment:
     decays: bool
     is_outer: bool
     """Whether it is of a parameter outside of all layers, where parameters are not cut."""
+    only: str = ""
+    """The parameter that it is of; an empty string: it may be of several."""
 
 
 def segments_of(
-    table: ParameterTable, owned: Sequence[Interval], *, master: Tensor, pushed: Tensor, by_parameter: bool
+    table: ParameterTable,
+    owned: Sequence[Interval],
+    *,
+    master: Tensor,
+    pushed: Tensor,
+    by_parameter: bool,
+    apart: Collection[str] = (),
 ) -> list[Segment]:
     """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not.
 
-    ``owned``: the intervals that ``master`` and ``pushed`` are laid out as.
+    ``owned``: the intervals that ``master`` and ``pushed`` are laid out as. ``apart``: parameters that share no run.
     """
-    runs: list[tuple[str, int, int, int, bool, tuple[int, ...]]] = []
+    runs: list[tuple[str, int, int, int, bool, tuple[int, ...], str]] = []
     position = 0
     for start, end in owned:
         for slot in table.slots.values():
             size = min(end, slot.interval[1]) - max(start, slot.interval[0])
             if size <= 0:
                 continue
-            name, decays = str(slot.unit), len(slot.shape) > 1
+            name, decays, only = str(slot.unit), len(slot.shape) > 1, slot.name if slot.name in apart else ""
             if by_parameter:
-                runs.append((slot.name, slot.unit, position, position + size, decays, slot.shape))
-            elif runs and (runs[-1][0], runs[-1][4]) == (name, decays):
+                runs.append((slot.name, slot.unit, position, position + size, decays, slot.shape, slot.name))
+            elif runs and (runs[-1][0], runs[-1][4], runs[-1][6]) == (name, decays, only):
                 first = runs[-1][2]
-                runs[-1] = (name, slot.unit, first, position + size, decays, (position + size - first,))
+                runs[-1] = (name, slot.unit, first, position + size, decays, (position + size - first,), only)
             else:
-                runs.append((name, slot.unit, position, position + size, decays, (size,)))
+                runs.append((name, slot.unit, position, position + size, decays, (size,), only))
             position += size
     segments = []
-    for name, unit, first, last, decays, shape in runs:
+    for name, unit, first, last, decays, shape, only in runs:
         parameter = nn.Parameter(master[first:last].view(shape))
         pushed_part = pushed[first:last].view(shape)
         if pushed.dtype == master.dtype:
@@ -58,7 +71,8 @@ def segments_of(
         is_outer = by_parameter and unit in (0, table.num_units - 1)
         segments.append(
             Segment(
-                name=name, unit=unit, parameter=parameter, pushed=pushed_part, decays=decays, is_outer=is_outer
+                name=name, unit=unit, parameter=parameter, pushed=pushed_part, decays=decays, is_outer=is_outer,
+                only=only,
             )
         )  # fmt: skip
     return segments
@@ -117,3 +131,97 @@ def _scale(segments: Sequence[Segment], clip: float) -> None:
     if clip != 1.0:
         for segment in segments:
             segment.pushed.mul_(clip)
+
+
+class OwnedSegments:
+    """The segments of a rank's share with their optimizer."""
+
+    def __init__(
+        self,
+        table: ParameterTable,
+        owned: Sequence[Interval],
+        settings: OptimizerSettings,
+        *,
+        master: Tensor,
+        pushed: Tensor,
+        on_host: bool,
+    ) -> None:
+        """The arguments are those of :func:`segments_of` and :func:`make_optimizer`."""
+        self._table, self._owned, self._settings = table, owned, settings
+        self._master, self._pushed = master, pushed
+        self._apart = frozenset[str]()
+        self.all = self._cut()
+        self.optimizer = make_optimizer(
+            settings,
+            decaying=[segment.parameter for segment in self.all if segment.decays],
+            others=[segment.parameter for segment in self.all if not segment.decays],
+            outer=[segment.parameter for segment in self.all if segment.is_outer],
+            on_host=on_host,
+        )
+
+    def _cut(self) -> list[Segment]:
+        return segments_of(
+            self._table, self._owned, master=self._master, pushed=self._pushed, apart=self._apart,
+            by_parameter=self._settings.needs_whole_parameters,
+        )  # fmt: skip
+
+    def separate(self, names: Collection[str]) -> None:
+        """Give parameters segments, and so counts of updates, of their own; what the optimizer keeps stays as it is."""
+        if self._settings.needs_whole_parameters or self._apart.issuperset(names):
+            return
+        self._apart |= frozenset(names)
+        cut = iter(self._cut())
+        segments: list[Segment] = []
+        for segment in self.all:
+            parts = [next(cut)]
+            while sum(part.parameter.numel() for part in parts) < segment.parameter.numel():
+                parts.append(next(cut))
+            if is_new := any(part.only != segment.only for part in parts):
+                self._replace(segment, parts)
+            segments += parts if is_new else [segment]
+        self.all = segments
+
+    def _replace(self, segment: Segment, parts: Sequence[Segment]) -> None:
+        """Let the optimizer have the parts of a segment in its place."""
+        assert self.optimizer is not None, "it has parameters"
+        for group in self.optimizer.param_groups:
+            position = next((place for place, x in enumerate(group["params"]) if x is segment.parameter), None)
+            if position is not None:
+                group["params"][position : position + 1] = [part.parameter for part in parts]
+        state: dict[str, Any] | None = self.optimizer.state.pop(segment.parameter, None)
+        first = 0
+        for part in parts:
+            end = first + part.parameter.numel()
+            if state is not None:
+                self.optimizer.state[part.parameter] = {
+                    name: value[first:end] if value.dim() else value.clone() for name, value in state.items()
+                }
+            first = end
+
+    def update(self, *, lr: float, clip: float, left_out: Collection[str]) -> Iterator[int]:
+        """Scale the pushed gradient by ``clip``, and update what is owned but for the parameters ``left_out``.
+
+        One unit after another; gives the number of each. An optimizer of the user's updates all at once.
+        """
+        self.separate(left_out)
+        segments = [segment for segment in self.all if not segment.only or segment.only not in left_out]
+        if self.optimizer is not None:
+            set_learning_rate(self.optimizer, lr)
+        with _without_gradients([segment for segment in self.all if segment.only and segment.only in left_out]):
+            if self.optimizer is not None and self._settings.make is not None:
+                update_at_once(self.optimizer, segments, clip)
+            else:
+                yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
+
+
+@contextmanager
+def _without_gradients(segments: Sequence[Segment]) -> Iterator[None]:
+    """Within, an optimizer leaves segments out."""
+    gradients = [segment.parameter.grad for segment in segments]
+    for segment in segments:
+        segment.parameter.grad = None
+    try:
+        yield
+    finally:
+        for segment, gradient in zip(segments, gradients):
+            segment.parameter.grad = gradient

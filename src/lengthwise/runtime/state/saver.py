@@ -309,6 +309,7 @@ def _description(state: ShardedState) -> dict[str, Any]:
             "tensors": list(settings.state_names),
             "groups": changed_values(state.optimizer),
         },
+        "unused_parameters": state.unused.state_dict(),
         "loss_scale": None if state.loss_scaler is None else state.loss_scaler.state_dict(),
         "has_whole_parameters": settings.needs_whole_parameters,
         "unit_bounds": list(table.bounds),

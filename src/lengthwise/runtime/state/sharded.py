@@ -42,11 +42,10 @@ from lengthwise.runtime.state.absent_parameter import make_present
 from lengthwise.runtime.state.gradient_shares import GradientShares
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.loss_scaler import LossScaler
-from lengthwise.runtime.state.optimizer import make_optimizer
-from lengthwise.runtime.state.owned_segments import Segment, segments_of, square_sum, update_at_once, update_by_unit
-from lengthwise.runtime.state.parameter_groups import set_learning_rate
+from lengthwise.runtime.state.owned_segments import OwnedSegments, square_sum
 from lengthwise.runtime.state.pulled_weights import PulledWeights
 from lengthwise.runtime.state.table import ParameterTable
+from lengthwise.runtime.state.unused_parameters import UnusedParameters
 
 PUSHES_UNDER_WAY = 2
 """How many units' gradients are under way at most at the end of a step."""
@@ -88,16 +87,10 @@ class ShardedState(PulledWeights):
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
         intervals = self.owned_layout.intervals[world.rank]
-        self.segments: list[Segment] = segments_of(
-            table, intervals, master=self.master, pushed=self.pushed, by_parameter=is_whole
-        )
-        self.optimizer = make_optimizer(
-            settings,
-            decaying=[s.parameter for s in self.segments if s.decays],
-            others=[s.parameter for s in self.segments if not s.decays],
-            outer=[s.parameter for s in self.segments if s.is_outer],
-            on_host=on_host,
-        )
+        self.owned = OwnedSegments(table, intervals, settings, master=self.master, pushed=self.pushed, on_host=on_host)
+        self.optimizer = self.owned.optimizer
+        self.unused = UnusedParameters({} if table.spec is not None else self.named)
+        """Of a model that is not ours: one of ours uses all in every micro-batch."""
         self.saved_steps: dict[Path, frozenset[int]] = {}
         """Steps of the checkpoints that led to this state, by folder; in other folders all count as such."""
         self._hooks: list[RemovableHandle] = []
@@ -236,6 +229,7 @@ class ShardedState(PulledWeights):
     def release_params(self) -> None:
         """Give the parameters storage of their own again, with the current weights and no gradient."""
         self.finish_pull()
+        self.unused.close()
         for hook in self._hooks:
             hook.remove()
         for parameter in self.named.values():
@@ -270,38 +264,43 @@ class ShardedState(PulledWeights):
         return self.gradients._version
 
     def clear_gradient(self) -> None:
-        """Begin a step: nothing is pushed yet."""
+        """Forget what was pushed."""
         self.settle()
         self.pushed.zero_()
+
+    def begin_step(self) -> None:
+        """Begin a step, whose update leaves parameters without a gradient as they are."""
+        self.clear_gradient()
+        self.unused.begin_step()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
         """Norm of the pushed gradient over all ranks, and ``loss`` summed over them: one collective for both.
 
-        A loss or a gradient that is not finite anywhere makes one of the two not finite on every rank.
+        It also tells every rank which parameters no backward of the step reached on any. A loss or a gradient that is
+        not finite anywhere makes one of the two not finite on every rank.
         """
         square = square_sum(self.pushed)
         values = torch.stack([square.to(self.world.device, non_blocking=True), loss.to(torch.float64)])
-        total = sum_over_ranks(values).tolist()
-        return total[0] ** 0.5, total[1]
+        square_of_all, loss_of_all, *num_uses = sum_over_ranks(self.unused.joined(values)).tolist()
+        self.unused.note(num_uses)
+        return square_of_all**0.5, loss_of_all
 
     def step(self, *, lr: float, clip: float) -> None:
         """Scale the pushed gradient by ``clip`` and let the optimizer update this rank's master weights.
 
-        A unit at a time: an optimizer of torch may allocate as much. Where ranks compute with the same weights before
-        and after (``pulls_ahead``), those of a unit are on their way while the next is updated.
+        Parameters that have no gradient stay as they are, as in torch. A unit at a time: an optimizer of torch may
+        allocate as much. Where ranks compute with the same weights before and after (``pulls_ahead``), those of a unit
+        are on their way while the next is updated.
         """
-        self._is_pulled = False
-        if self.optimizer is not None:
-            set_learning_rate(self.optimizer, lr)
-            if self.settings.make is not None:
-                return update_at_once(self.optimizer, self.segments, clip)
         if is_ahead := self.pulls_ahead and not self._is_alone and self.settings.make is None:
             self.finish_pull()
             self._coming = [None] * self.table.num_units
-        for unit in update_by_unit(self.optimizer, self.segments, clip, self.table.num_units):
+        self._is_pulled = False
+        for unit in self.owned.update(lr=lr, clip=clip, left_out=self.unused.names):
             if is_ahead:
                 self._coming[unit] = self._pulled(unit)
         self._is_pulled = is_ahead
+        self.unused.count_update()
 
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""

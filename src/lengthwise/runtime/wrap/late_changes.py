@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
@@ -56,7 +57,7 @@ class LateChanges:
     def _watched(self, name: str, hook: Hook) -> Hook:
         def watched(*args: Any, **kwargs: Any) -> Any:
             result = hook(*args, **kwargs)
-            if result is None or result is args[-1] or self._is_plain():
+            if result is None or _is_given(result, args) or self._is_plain():
                 return result
             raise InputError(
                 f"a forward hook on {name}, registered after prepare, changes what the module takes or gives, and "
@@ -98,6 +99,16 @@ class LateChanges:
             return result
 
         return watched
+
+
+def _is_given(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a hook returns what it was given: inputs, with keyword arguments or without, or outputs."""
+    returned = pytree.tree_leaves(result)
+    for values in (args[-1], args[-2:]):
+        leaves = pytree.tree_leaves(values)
+        if len(leaves) == len(returned) and all(a is b for a, b in zip(leaves, returned)):
+            return True
+    return False
 
 
 def _forwards_of(module: nn.Module) -> tuple[Any, Any]:

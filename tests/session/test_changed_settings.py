@@ -1,0 +1,144 @@
+"""What a loop sets after `prepare` is compared with the stock model before a step is computed with it."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError
+from tests.runtime.harness import with_check
+from tests.session import models
+from tests.session.loops import as_started_by_torchrun, weights_of
+from tests.session.test_prepare import OPTIONS
+
+
+class Ramped(models.GPT):
+    """Adds a mean over its tokens, which mixes a pack's sequences, and an embedding, which does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixed, self.places_weight, self.calls = 0.0, 1.0, 0
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, idx, targets=None):
+        self.calls += 1
+        x = self.tokens(idx) + self.places_weight * self.places(torch.arange(idx.shape[1]))
+        for block in self.blocks:
+            x = self.drop(block(x))
+        if self.mixed:
+            x = x + self.mixed * x.mean(1, keepdim=True)
+        logits = self.head(self.norm(x + self.scale * x.mean(1, keepdim=True)))
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return logits, loss
+
+
+def ramp(change, caplog=None, **options):
+    """How often packs were compared again in three steps, before the later two of which ``change`` is called."""
+    as_started_by_torchrun()
+    torch.manual_seed(0)
+    model = Ramped().double()
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **OPTIONS | options)
+    try:
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            step.update()
+            change(model, step.number)
+    finally:
+        run.close()
+
+
+def raise_mixed(model, step):
+    model.mixed = 0.1 * (step + 1)
+
+
+def write_scale(model, step):
+    model.scale.fill_(0.1)
+
+
+def raise_harmless(model, step):
+    model.places_weight = 1 - 0.1 * (step + 1)
+    model.drop.p = 0.1 * (step + 2)
+
+
+def on_second_rank(model, step):
+    if torch.distributed.get_rank() == 1:
+        model.places_weight = 0.5
+
+
+def message_of(change, **options):
+    with pytest.raises(CheckError) as raised:
+        ramp(change, **options)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("change", "said"), [(raise_mixed, "mixed became 0.1"), (write_scale, "scale was written")])
+def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks, change, said):
+    for message in [message_of(change), *ranks(2).run(with_check, message_of, change)]:
+        assert message.startswith("step 1: since prepare, ") and said in message
+        assert "and now Ramped learns something else from" in message
+    ramp(change, check=False)
+
+
+def test_settings_that_a_loop_changes_at_every_step_are_compared_once(caplog):
+    with caplog.at_level(logging.INFO, logger="lengthwise"):
+        ramp(raise_harmless)
+    lines = [
+        record.getMessage() for record in caplog.records if "compared with the stock model again" in record.message
+    ]
+    assert lines == [
+        "step 1: places_weight became 0.9, calls became 5, drop.p became 0.2: packs are compared with the stock model "
+        "again"
+    ]
+
+
+def test_a_setting_of_one_rank_alone_is_refused_where_ranks_share_sequences(ranks):
+    for message in ranks(2).run(with_check, message_of, on_second_rank, policy="dcp-intra"):
+        assert "step 1: since prepare, " in message
+
+
+class HardTokens:
+    """A mean over the tokens whose loss is above a limit, which the loop raises."""
+
+    limit = 0.0
+
+    def __call__(self, output, micro_batch):
+        losses = F.cross_entropy(output[0][0], micro_batch.targets, reduction="none")
+        return losses[losses > self.limit].mean()
+
+
+def compare_later(is_first_alone=False):
+    as_started_by_torchrun()
+    loss, model = HardTokens(), models.gpt()
+    options = OPTIONS | {"loss": loss, "inputs": lambda micro_batch: {"idx": micro_batch.tokens[None]}}
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **options)
+    step = next(run.steps())
+    for micro_batch in step:
+        step.backward(loss(model(**micro_batch.inputs), micro_batch))
+    before = step.update().loss, weights_of(model), torch.get_rng_state()
+    if is_first_alone and run.world.rank > 0:
+        run.save("nowhere")
+    run.compare()
+    assert torch.equal(torch.get_rng_state(), before[2])
+    for name, value in weights_of(model).items():
+        assert (value == before[1][name]).all(), "nothing is left of a comparison"
+    loss.limit = 4.0
+    run.compare()
+
+
+def later_message(**options):
+    with pytest.raises(CheckError) as raised:
+        compare_later(**options)
+    return str(raised.value)
+
+
+def test_packs_are_compared_again_where_a_loop_asks_for_it(ranks):
+    for message in [later_message(), *ranks(2).run(with_check, later_message)]:
+        assert "GPT learns something else from" in message
+    for message in ranks(2).run(with_check, partial(later_message, is_first_alone=True)):
+        assert "rank 0 called run.compare() before step 1" in message and "rank 1 called run.save()" in message
