@@ -75,7 +75,7 @@ def test_each_operation_has_the_call_that_a_loop_makes():
         "began step 7", "called step.update() of step 7", "left step 7 without step.update()",
         "called step.skip() of step 7", "called run.save() before step 7", "called run.resume()",
         "called run.step(items) of step 7", "called run.score(items) before step 7", "computed the forwards of step 7",
-        "called run.close() in step 7",
+        "called run.close() in step 7", "called run.compare() before step 7",
     ]  # fmt: skip
 
 
