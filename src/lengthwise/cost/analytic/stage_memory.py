@@ -108,8 +108,8 @@ def backward_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: 
     """Bytes per token of the pack that a layer's backward takes beyond what its forward has saved."""
     volume, method, (width, master) = layer.volume, layer.method, widths
     gradients = ((2 if model.gated_ffn else 1) * model.ffn_size + model.hidden_size) * width / degree
-    if method is Method.MEGATRON_TS:
-        return volume.live_bytes + gradients
+    if method is Method.MEGATRON_TS:  # by then the output's gradient of a rank's own tokens is used
+        return volume.live_bytes + gradients - model.hidden_size * width / degree
     queries = model.num_heads * model.head_size * (2 * master + 6 * width + 4) / degree
     freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * width / degree
     if method is Method.METP:  # a shard of the weights at a time, of whose feed-forward nothing was saved
@@ -196,7 +196,7 @@ def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths
     if layer.method is not Method.MEGATRON_TS:
         return gradients - queries * width / degree  # the output of a rank's own tokens is used by then
     gathered = model.hidden_size * width  # of three: without the output's, once it is used, or when all are made
-    return layer.volume.live_bytes + max(gradients - gathered, gathered / degree)
+    return layer.volume.live_bytes + max(gradients - gathered, 0.0)
 
 
 class StageNumbers(NamedTuple):
