@@ -14,6 +14,7 @@ from lengthwise.core.layer_profile import AS_PREPARED, LayerRow, LayerTable, Lay
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.wording import counted
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import find_table, identity_of, keep_table
@@ -63,7 +64,8 @@ def find_cost(
     if shown:
         origin = "read from" if was_kept else "measured, kept in"
         say(f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}")
-        say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")
+        ranks = counted(run.world.size, "rank")
+        say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {ranks}")
         say(f"  costs {origin} {path}")
         say(f"  curves of two layers of it:\n  {cost.error}")
     if not was_kept and options.check and run.gather is None:
