@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.loop.changed_settings import ChangedSettings
 from tests.runtime.harness import with_check
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
@@ -77,7 +79,7 @@ def message_of(change, **options):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("change", "said"), [(raise_mixed, "mixed became 0.1"), (write_scale, "scale was written")])
+@pytest.mark.parametrize(("change", "said"), [(raise_mixed, "mixed became 0.1"), (write_scale, "scale has changed")])
 def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks, change, said):
     for message in [message_of(change), *ranks(2).run(with_check, message_of, change)]:
         assert message.startswith("step 1: since prepare, ") and said in message
@@ -85,16 +87,63 @@ def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks
     ramp(change, check=False)
 
 
-def test_settings_that_a_loop_changes_at_every_step_are_compared_once(caplog):
+def test_settings_that_a_loop_changes_at_every_step_are_compared_ever_more_seldom(caplog):
     with caplog.at_level(logging.INFO, logger="lengthwise"):
-        ramp(raise_harmless)
-    lines = [
-        record.getMessage() for record in caplog.records if "compared with the stock model again" in record.message
-    ]
-    assert lines == [
-        "step 1: places_weight became 0.9, calls became 5, drop.p became 0.2: packs are compared with the stock model "
-        "again"
-    ]
+        ramp(raise_harmless, steps=7)
+    ending = ": packs are compared with the stock model again"
+    lines = [text for record in caplog.records if (text := record.getMessage()).endswith(ending)]
+    assert lines[0] == f"step 1: places_weight became 0.9, calls became 5, drop.p became 0.2{ending}"
+    assert [line.partition(":")[0] for line in lines] == ["step 1", "step 2", "step 3", "step 4"]
+
+
+class Held:
+    weight = 0.0
+
+
+CHANGES = {
+    "a number of NumPy": (0.0, lambda model: setattr(model, "held", np.float64(0.3))),
+    "a truth value of NumPy": (False, lambda model: setattr(model, "held", np.bool_(True))),
+    "a tensor": (0.0, lambda model: setattr(model, "held", torch.tensor(0.3))),
+    "a tensor's number": (torch.zeros(()), lambda model: model.held.fill_(0.3)),
+    "an array": (np.zeros(1), lambda model: model.held.fill(0.3)),
+    "a dictionary": ({"weight": 0.0}, lambda model: model.held.update(weight=0.3)),
+    "a list": ([0.0], lambda model: model.held.__setitem__(0, 0.3)),
+    "a set": (set(), lambda model: model.held.add("mixes")),
+    "an object": (Held(), lambda model: setattr(model.held, "weight", 0.3)),
+    "a frozen weight": (nn.Parameter(torch.zeros(()), requires_grad=False), lambda model: model.held.data.fill_(0.3)),
+    "a dtype": (None, lambda model: setattr(model, "held", torch.float32)),
+    "what is gone": (3, lambda model: delattr(model, "held")),
+    "a method": (0.0, lambda model: setattr(model, "helper", lambda: 0.3)),
+    "a class": (0.0, lambda model: setattr(type(model), "scale", 0.3)),
+    "a method of a class": (0.0, lambda model: setattr(type(model), "helper", lambda self: 0.3)),
+    "a module": (nn.ModuleList(), lambda model: model.held.append(nn.Identity())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_a_model_holds_is_a_setting(name):
+    class Model(nn.Linear):
+        scale = 0.0
+
+        def helper(self):
+            return self.scale
+
+    value, change = CHANGES[name]
+    model = Model(2, 2)
+    model.held = value
+    settings = ChangedSettings(model)
+    assert not settings.changes()
+    change(model)
+    found = settings.changes()
+    assert found and settings.changes() == found, "until packs are compared"
+    settings.note(found)
+    assert not settings.changes()
+
+
+def test_large_contents_of_a_model_are_not_looked_through():
+    model = nn.Linear(2, 2)
+    model.held, model.words = [[0.0] * 4000 for _ in range(4000)], dict.fromkeys(range(1 << 20))
+    assert len(ChangedSettings(model)._before) < 100
 
 
 def test_a_setting_of_one_rank_alone_is_refused_where_ranks_share_sequences(ranks):

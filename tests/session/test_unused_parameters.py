@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lengthwise as lw
+from lengthwise.core.errors import InputError
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
 from tests.session.structure_runs import LENGTHS, OPTIONS, plan_of
@@ -58,9 +59,9 @@ class Routed(models.GPT):
         return logits, loss
 
 
-def routed():
+def build(kind):
     torch.manual_seed(0)
-    return Routed().double()
+    return kind().double()
 
 
 def rows():
@@ -73,7 +74,7 @@ def rows():
 
 
 def train_alone(make):
-    model, number = routed(), len(LENGTHS)
+    model, number = build(Routed), len(LENGTHS)
     groups = [
         {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": 0.1},
         {"params": [x for x in model.parameters() if x.dim() <= 1], "weight_decay": 0.0},
@@ -93,7 +94,7 @@ def train_alone(make):
 def train(folder, *, steps, optimizer, kinds, weights="whole"):
     """Losses of the steps that are left up to ``steps``, planned in turn as ``kinds`` say, and the weights then."""
     as_started_by_torchrun()
-    model = routed()
+    model = build(Routed)
     options = OPTIONS | {"optimizer": optimizer, "lr": 1e-2, "weight_decay": 0.1, "weights": weights}
     run = lw.prepare(model, rows(), steps=steps, **options)
     if folder.exists():
@@ -129,3 +130,99 @@ def test_experts_that_no_token_reaches_stay_as_they_are_on_any_ranks_and_through
     third = ranks(1).run(partial(run, steps=5, kinds=("alone",)))[0]
     np.testing.assert_allclose(first[0] + second[0] + third[0], losses, rtol=EXACT)
     assert_equal_weights(third[1], expected)
+
+
+class Heads(models.GPT):
+    """Two heads in turn, of which a loop uses one, and a third that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.value = nn.Linear(24, models.VOCAB), nn.Linear(24, 1)
+
+    def forward(self, idx):
+        x = self.tokens(idx) + self.places(torch.arange(idx.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x), self.other(x), self.value(x)
+
+
+IGNORED = (1, 3)
+"""Of the sequences of a step, those whose labels leave out all tokens."""
+
+
+def labels_of(number, row):
+    return np.full(len(row), -100) if number % len(LENGTHS) in IGNORED else row
+
+
+def losses_t(output, targets, step):
+    return models.F.cross_entropy(output[step % 2][0], targets, ignore_index=-100, reduction="none")
+
+
+def train_heads_alone():
+    model = build(Heads)
+    groups = [
+        {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": 0.1},
+        {"params": [x for x in model.parameters() if x.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    for step in range(len(STEPS)):
+        optimizer.zero_grad()
+        total, count = 0, 0
+        for number in range(step * len(LENGTHS), (step + 1) * len(LENGTHS)):
+            row = rows()[number]
+            targets = torch.as_tensor([*labels_of(number, row)[1:], -100])
+            total = total + losses_t(model(torch.as_tensor(row)[None]), targets, step).sum()
+            count += int((targets != -100).sum())
+        (total / count).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+def train_heads(kinds, mean_over):
+    as_started_by_torchrun()
+    model = build(Heads)
+    items = [{"input_ids": row, "labels": labels_of(number, row)} for number, row in enumerate(rows())]
+    run = lw.prepare(
+        model, items, steps=len(STEPS), inputs=lambda micro_batch: {"idx": micro_batch.tokens[None]},
+        loss=lambda output, micro_batch: models.F.cross_entropy(output[0][0], micro_batch.targets, ignore_index=-100),
+        **OPTIONS | {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.1},
+    )  # fmt: skip
+    for number in range(len(STEPS)):
+        run.planner = partial(plan_of, kinds[number % len(kinds)], 3, run.world.size, run.can_recompute)
+        step = next(run.steps())
+        for micro_batch in step:
+            losses = losses_t(model(**micro_batch.inputs), micro_batch.targets, number)
+            if mean_over == "step":
+                step.backward(micro_batch.mean(losses, over="targets"), mean_over="step")
+            else:
+                step.backward(losses.sum() / max(1, micro_batch.num_targets), mean_over="targets")
+        step.update()
+    run.close()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("mean_over", ["step", pytest.param("targets", marks=pytest.mark.deep)])
+def test_outputs_that_no_loss_uses_are_no_use_of_their_parameters(ranks, mean_over):
+    """Backwards that run for other ranks' exchanges begin with zeros at all outputs."""
+    expected = train_heads_alone()
+    for weights in ranks(2).run(train_heads, ("alone", "ulysses", "stages"), mean_over):
+        assert_equal_weights(weights, expected)
+
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 0.1, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+def test_an_optimizer_that_needs_all_gradients_is_told_which_one_is_none(tmp_path):
+    with pytest.raises(
+        InputError, match=r"optimizer=Signs fails .* does not use 6 parameters, such as blocks.0.experts"
+    ):
+        train(tmp_path / "steps", steps=1, optimizer=Signs, kinds=("alone",))

@@ -1,17 +1,24 @@
 """Settings of a model that a loop changes after ``prepare`` has compared packs with it, such as a weight that grows.
 
-What is zero when packs are compared may mix their tokens later. So where a number, flag or word of a module changes for
-the first time, or a buffer is written, the comparison is made again.
+What is zero when packs are compared may mix their tokens later. So where something that a model holds changes (numbers,
+flags and words of modules, their classes and configs, containers and objects of such, buffers, frozen weights,
+modules), the comparison is made again: at its first three changes, and then at the 4th, 8th, 16th and so on, as a loop
+may change a setting at every step.
 """
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-_WORDS = (bool, int, float, str)
-_MACHINERY = frozenset({"training", "_attn_implementation_internal"})
-"""What changes with evaluation, and what a prepared model of transformers has another one of."""
+from lengthwise.runtime.wrap.state_between_calls import WORDS, Numbers, Values, is_same, leaves_of, values_of
+
+ALWAYS = 3
+"""Changes of a setting after each of which packs are compared."""
+OF_OTHERS = frozenset({"builtins", "torch", "transformers", "typing", "abc"})
+"""Packages whose classes no loop changes."""
+_GONE = object()
 
 
 class ChangedSettings:
@@ -19,43 +26,54 @@ class ChangedSettings:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._before = model, _settings_of(model)
-        self._known: set[str] = set()
-        """Those that have changed before: a loop may change one at every step."""
+        self._num_changes: Counter[str] = Counter()
 
-    def note(self, known: Collection[str] = ()) -> None:
-        """Take the settings for compared as they are; later changes of those that are ``known`` say nothing new."""
-        self._known.update(known)
+    def changes(self) -> dict[str, str]:
+        """What settings have changed to, in words, by name, where packs are to be compared; to be called once a step.
+
+        They are changes until :meth:`note` is called.
+        """
+        now, changes = _settings_of(self._model), dict[str, str]()
+        for name in {**self._before, **now}:
+            before, value = self._before.get(name, _GONE), now.get(name, _GONE)
+            if before is not _GONE and value is not _GONE and is_same(before, value):
+                continue
+            if _is_compared(self._num_changes[name] + 1):
+                changes[name] = _in_words(value)
+                continue
+            self._num_changes[name] += 1
+            if value is _GONE:
+                del self._before[name]
+            else:
+                self._before[name] = value
+        return changes
+
+    def note(self, changed: Collection[str] = ()) -> None:
+        """Take the settings for compared as they are, of which those of ``changed`` were others before."""
+        self._num_changes.update([*changed])
         self._before = _settings_of(self._model)
 
-    @property
-    def changed(self) -> dict[str, str]:
-        """What settings have changed to, in words, by name; of each the first change alone."""
-        now = _settings_of(self._model)
-        new = {name: value for name, value in now.items() if self._before.get(name) != value}
-        return {
-            name: "was written" if isinstance(value, _Writes) else f"became {value!r}"
-            for name, value in new.items()
-            if name not in self._known
-        }
+
+def _is_compared(number: int) -> bool:
+    """Whether packs are compared after so many changes of a setting."""
+    return number <= ALWAYS or number & (number - 1) == 0
 
 
-class _Writes(tuple[int, int]):
-    """The identity of a buffer, and how often it was written."""
+def _in_words(value: Any) -> str:
+    if value is _GONE:
+        return "is gone"
+    return f"became {value!r}" if isinstance(value, WORDS) else "has changed"
 
 
-def _settings_of(model: nn.Module) -> dict[str, Any]:
-    """Numbers, flags and words of modules and their configs, and the buffers' writes, by name."""
-    settings, seen = dict[str, Any](), set[int]()
-    for prefix, module in model.named_modules():
-        path = f"{prefix}." if prefix else ""
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, Tensor) and not buffer.is_inference():
-                settings[f"{path}{name}"] = _Writes((id(buffer), buffer._version))
-        config = vars(module).get("config")
-        parts = [(path, module), (f"{path}config.", config)]
-        for start, part in parts if id(config) not in seen else parts[:1]:
-            for name, value in getattr(part, "__dict__", {}).items():
-                if type(value) in _WORDS and name not in _MACHINERY:
-                    settings[f"{start}{name}"] = value
-        seen.add(id(config))
-    return settings
+def _settings_of(model: nn.Module) -> Values:
+    """What modules and their configs hold, the buffers, the frozen parameters and the users' classes, by name."""
+    values = values_of(model)
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    for kind in classes:
+        if kind.__module__.partition(".")[0] not in OF_OTHERS:
+            for name, value in vars(kind).items():
+                values |= leaves_of(f"{kind.__qualname__}.{name}", value)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            values[name] = Numbers.of(parameter)
+    return values

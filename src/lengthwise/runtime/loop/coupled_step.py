@@ -203,7 +203,8 @@ class CoupledStep(Step):
         value = (check_values(values, len(numbers), form=slopes) * slopes).sum()
         check_form(value, len(micro_batch.shard.passes), "sum of the values")
         terms = self._weighing.coupled_terms(micro_batch, value, side)
-        return partial(backward, terms, micro_batch.shard, scale=scale_of(self.run.state.loss_scaler))
+        scale, ignoring = scale_of(self.run.state.loss_scaler), self.run.state.unused.ignoring
+        return partial(backward, terms, micro_batch.shard, scale=scale, ignoring=ignoring)
 
     def backward(self, loss: Tensor, *, side: Tensor | None = None, mean_over: MeanOver | None = None) -> None:
         """Refuse: the run has a coupled loss, of values that :meth:`couple` takes.

@@ -19,6 +19,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.parameter_groups import set_learning_rate
+from lengthwise.runtime.state.unused_parameters import UnusedParameters
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -46,6 +47,8 @@ class Fsdp2State:
         """Sharded; those of modules are whole until a reduce-scatter."""
         self.compute_dtype = self.master_dtype = self.parameters[0].dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
+        self.unused = UnusedParameters({})
+        """None is left out: FSDP2 reduces gradients of all."""
         self.optimizer = make_optimizer(
             settings,
             decaying=[parameter for parameter in self.parameters if parameter.dim() > 1],

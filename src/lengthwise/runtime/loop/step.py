@@ -229,7 +229,8 @@ class Step:
         shard.forget_losses()
         # Without a mean over targets, other ranks still need this rank's part of the backward.
         has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
-        return partial(backward, terms, None if has_all else shard, scale=scale_of(self.run.state.loss_scaler))
+        scale, ignoring = scale_of(self.run.state.loss_scaler), self.run.state.unused.ignoring
+        return partial(backward, terms, None if has_all else shard, scale=scale, ignoring=ignoring)
 
     def _end_stage(
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None

@@ -51,6 +51,8 @@ class WatchedModel(PreparedModel):
         self.foreign_optimizers = ForeignOptimizers(
             wrapped_model.structure.parameters.items(), state.optimizer, allowed=lambda: wrapped_model.is_plain
         )
+        self._changed_settings: dict[str, str] = {}
+        """What has changed since packs were compared, in words, by name."""
         self._last_failure = ""
         """Why the step comes again."""
         self.num_recompiles = 0
@@ -101,10 +103,10 @@ class WatchedModel(PreparedModel):
             self.state.local_weights().adopt()
             self.log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
 
-    @property
-    def changed_settings(self) -> dict[str, str]:
-        """Settings of the model that a loop has changed since it was compared, and what they became, by name."""
-        return self.settings.changed if self.compares_changes else {}
+    def has_changed_settings(self) -> bool:
+        """Whether a loop has changed what the model holds, so that packs are compared again; called once a step."""
+        self._changed_settings = self.settings.changes() if self.compares_changes else {}
+        return bool(self._changed_settings)
 
     def compare(self) -> None:
         """Compare packs with the stock model again, with the weights and settings of the moment; every rank calls this.
@@ -135,7 +137,7 @@ class WatchedModel(PreparedModel):
         Raises:
             LengthwiseError: with these settings, packs change what the model learns, or it cannot be computed.
         """
-        changed = self.changed_settings
+        changed = self._changed_settings
         named = [f"{name} {change}" for name, change in changed.items()][:MOST_NAMED]
         more = (
             f" and {counted(len(changed) - MOST_NAMED, 'other setting')} changed" if len(changed) > MOST_NAMED else ""

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.errors import InputError
 from lengthwise.core.layout import Interval
+from lengthwise.core.wording import counted
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.parameter_groups import set_learning_rate
 from lengthwise.runtime.state.table import ParameterTable
@@ -209,9 +211,22 @@ class OwnedSegments:
             set_learning_rate(self.optimizer, lr)
         with _without_gradients([segment for segment in self.all if segment.only and segment.only in left_out]):
             if self.optimizer is not None and self._settings.make is not None:
-                update_at_once(self.optimizer, segments, clip)
+                try:
+                    update_at_once(self.optimizer, segments, clip)
+                except (AttributeError, TypeError) as error:
+                    raise self._without_gradient(error, left_out) from error
             else:
                 yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
+
+    def _without_gradient(self, error: Exception, left_out: Collection[str]) -> Exception:
+        """The error to raise where an optimizer of the user's fails with ``error``."""
+        if not left_out:
+            return error
+        return InputError(
+            f"optimizer={self._settings.name} fails ({type(error).__name__}: {error}) in a step that does not use "
+            f"{counted(len(left_out), 'parameter')}, such as {sorted(left_out)[0]}, whose grad is None then, as in "
+            "torch; let its step() leave out a parameter whose grad is None"
+        )
 
 
 @contextmanager

@@ -5,7 +5,8 @@ branch that was not taken. With a gradient of zero, momentum, averages and weigh
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -20,6 +21,8 @@ class UnusedParameters:
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         """Begin to watch the gradients of parameters."""
         self._all = tuple(named)
+        self._ignored: frozenset[int] | None = frozenset()
+        """Identities of parameters whose gradients do not count; None: of all."""
         self._used: set[str] | None = None
         """Those with a gradient on this rank; None: no step is computed."""
         self.names: frozenset[str] = frozenset()
@@ -31,9 +34,22 @@ class UnusedParameters:
             for name, parameter in named.items()
         ]
 
-    def _note_gradient(self, name: str, _: Tensor) -> None:
-        if self._used is not None:
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        is_ignored = self._ignored is None or id(parameter) in self._ignored
+        if self._used is not None and not is_ignored:
             self._used.add(name)
+
+    @contextmanager
+    def ignoring(self, ignored: frozenset[int] | None) -> Iterator[None]:
+        """Within, gradients of ``ignored`` parameters, by their identities, are no use of them; None: of all.
+
+        Such as the zeros of a backward that has no loss, and runs for the exchanges that other ranks wait for.
+        """
+        self._ignored = ignored
+        try:
+            yield
+        finally:
+            self._ignored = frozenset()
 
     def begin_step(self) -> None:
         """Begin to note which parameters have gradients."""

@@ -1,6 +1,8 @@
 """Start the backward of weighted losses, and of forwards without a loss, so that their collectives are issued."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lengthwise.runtime.wrap.context import PackShard
+
+Ignoring = Callable[[frozenset[int] | None], AbstractContextManager[Any]]
+"""What a backward runs within, given the identities of parameters whose gradients in it do not count; None: of all."""
+
+
+def no_difference(ignored: frozenset[int] | None) -> AbstractContextManager[Any]:
+    """A context in which all gradients count."""
+    return nullcontext()
+
 
 Roots = tuple[tuple[GradientEdge, Tensor], ...]
 """Graph edges at which a backward may begin, and zero gradients for them."""
@@ -45,14 +56,46 @@ def copies_of(terms: Sequence[LossTerm]) -> list[LossTerm]:
     return [replace(term, value=term.value.clone()) for term in terms]
 
 
-def backward(terms: Sequence[LossTerm], shard: PackShard | None = None, *, scale: float = 1.0) -> None:
+def backward(
+    terms: Sequence[LossTerm], shard: PackShard | None = None, *, scale: float = 1.0, ignoring: Ignoring = no_difference
+) -> None:
     """Add ``scale`` times the gradients of weighted ``terms``, and zero for the forwards of ``shard``, in one backward.
 
-    With ``shard``, the exchanges of its forwards are issued even if no term depends on them.
+    With ``shard``, the exchanges of its forwards are issued even if no term depends on them. Within ``ignoring`` come
+    the gradients of parameters that no term reaches, by their identities; None: of all.
     """
     begins, weights = _begins(terms, shard, scale)
     if begins:
-        torch.autograd.backward(begins, weights)
+        with ignoring(frozenset() if shard is None else _reached_by_zeros_alone(terms, shard)):
+            torch.autograd.backward(begins, weights)
+
+
+def _reached_by_zeros_alone(terms: Sequence[LossTerm], shard: PackShard) -> frozenset[int] | None:
+    """The identities of the tensors to which a backward comes from forwards of ``shard`` alone, and from no term.
+
+    None: there is no term. Nothing is looked through beyond the outputs that terms depend on if these are all.
+    """
+    begins = [get_gradient_edge(term.value).node for term in terms if term.value.requires_grad]
+    if not begins:
+        return None
+    left = {edge.node for forward in shard.passes for edge, _ in forward.roots} - set(begins)
+    reached = _walked(begins, until=left)
+    left -= reached
+    return frozenset(id(node.variable) for node in _walked(left, beside=reached) if hasattr(node, "variable"))
+
+
+def _walked(begins: Iterable[Any], *, until: Set[Any] = frozenset(), beside: Set[Any] = frozenset()) -> set[Any]:
+    """The operations that a backward from ``begins`` comes to, but for those ``beside``, the nearest first; ``until``
+    all of these are among them, if there are any.
+    """
+    waiting, seen, left = deque(begins), set(begins), set(until)
+    while waiting and (left or not until):
+        for before, _ in waiting.popleft().next_functions:
+            if before is not None and before not in seen and before not in beside:
+                seen.add(before)
+                left.discard(before)
+                waiting.append(before)
+    return seen
 
 
 def gradients(

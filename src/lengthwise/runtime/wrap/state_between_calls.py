@@ -5,11 +5,15 @@ on. Most of what a forward keeps does no harm (tables of positions, the shape th
 says where to look: results decide.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import CheckError
@@ -19,7 +23,7 @@ FEW_NUMBERS = 1 << 12
 DEPTH = 3
 """Containers and objects within one another that are looked into."""
 
-_WORDS = (str, bytes, bool, int, float, complex, Enum, type, type(None))
+WORDS = (str, bytes, bool, int, float, complex, Enum, type, torch.dtype, np.generic, type(None))
 _MACHINERY = frozenset({"training", "forward", "_parameters", "_buffers", "_modules", "_compiled_call_impl"})
 
 _SWITCHED = "_attn_implementation_internal"
@@ -46,12 +50,12 @@ class StateBetweenCalls:
     def __init__(self, model: nn.Module, *, saved_buffers: bool = True) -> None:
         """``saved_buffers``: whether buffers count that are saved with the model; False: others look at them."""
         self._model, self._saved_buffers = model, saved_buffers
-        self._before = _values(model, saved_buffers)
+        self._before = values_of(model, saved_buffers)
 
     def changes(self) -> list[tuple[str, Any]]:
         """The attributes that forwards have changed since, and what they have now, words and modules first."""
-        now, before = _values(self._model, self._saved_buffers), self._before
-        names = [name for name in now if name not in before or not _is_same(before[name], now[name])]
+        now, before = values_of(self._model, self._saved_buffers), self._before
+        names = [name for name in now if name not in before or not is_same(before[name], now[name])]
         return [(name, now[name]) for name in sorted(names, key=lambda name: _rank(before.get(name), now[name]))]
 
     def are_words(self, changes: list[tuple[str, Any]]) -> bool:
@@ -81,7 +85,8 @@ class StateBetweenCalls:
         )
 
 
-def _values(model: nn.Module, saved_buffers: bool) -> Values:
+def values_of(model: nn.Module, saved_buffers: bool = True) -> Values:
+    """What the attributes of a model's modules and of their configs have, by name, and its buffers; see above."""
     values, seen = Values(), set[int]()
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
@@ -99,6 +104,11 @@ def _values(model: nn.Module, saved_buffers: bool) -> Values:
     return values
 
 
+def leaves_of(name: str, value: Any) -> Values:
+    """What an attribute has, by name."""
+    return _leaves(name, value, set())
+
+
 def _leaves(name: str, value: Any, seen: set[int], depth: int = 0) -> Values:
     """An attribute, or what is in it, by name; ``seen``: objects that were looked into, such as a config.
 
@@ -111,21 +121,26 @@ def _leaves(name: str, value: Any, seen: set[int], depth: int = 0) -> Values:
 
 
 def _read(name: str, value: Any, seen: set[int], depth: int) -> Values:
-    if isinstance(value, _WORDS):
+    if isinstance(value, WORDS):
         return {name: value}
     if isinstance(value, Tensor):
-        is_small = value.numel() <= FEW_NUMBERS and not value.is_meta and value.device.type == "cpu"
-        return {name: _Numbers(value, value.detach().tolist() if is_small else None)}
+        return {name: Numbers.of(value)}
+    if isinstance(value, np.ndarray) and value.size <= FEW_NUMBERS:
+        return {name: (value.shape, value.tobytes())}
+    if isinstance(value, set | frozenset):
+        return {name: frozenset(value) if len(value) <= FEW_NUMBERS else len(value)}
     if id(value) in seen:
         return {}
     if depth >= DEPTH or isinstance(value, nn.Module | ModuleType) or callable(value):
         return {name: _Thing(value)}
     seen.add(id(value))
-    if isinstance(value, dict | list | tuple) and len(value) > FEW_NUMBERS:
+    if isinstance(value, dict | list | tuple | deque) and len(value) > FEW_NUMBERS:
         return {name: _Thing(value), f"{name} (its length)": len(value)}
     leaves: Values = {}
     for part, inner in _parts(value):
         leaves |= _leaves(f"{name}{part}", inner, seen, depth + 1)
+        if len(leaves) > FEW_NUMBERS:
+            return {name: _Thing(value)}
     return leaves
 
 
@@ -133,10 +148,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """What a container or an object has, by what is written after its name."""
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", inner) for key, inner in value.items())
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         yield from ((f"[{number}]", inner) for number, inner in enumerate(value))
-    elif isinstance(value, set | frozenset):
-        yield "", len(value)
     else:
         yield from ((f".{key}", inner) for key, inner in getattr(value, "__dict__", {}).items() if key != _SWITCHED)
 
@@ -153,19 +166,26 @@ class _Thing:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Numbers(_Thing):
+class Numbers(_Thing):
     """A tensor, known by its numbers where it is small, and else by its writes."""
 
+    @classmethod
+    def of(cls, value: Tensor) -> "Numbers":
+        """Those of a tensor as it is now."""
+        is_small = value.numel() <= FEW_NUMBERS and not value.is_meta and value.device.type == "cpu"
+        return cls(value, value.detach().tolist() if is_small else None)
+
     def __init__(self, value: Tensor, numbers: Any) -> None:
-        super().__init__(value)
+        super().__init__(ref(value))  # which may have a graph
         self._version, self._numbers = value._version, numbers
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Numbers):
+        if not isinstance(other, Numbers):
             return False
         if self._numbers is not None and other._numbers is not None:
             return bool(self._numbers == other._numbers)
-        return self.value is other.value and self._version == other._version
+        is_same_tensor = self.value() is not None and self.value() is other.value()
+        return is_same_tensor and self._version == other._version
 
     __hash__ = None
 
@@ -177,7 +197,8 @@ def _is_method_of_same(value: Any, other: Any) -> bool:
     return is_same_function and value.__self__ is getattr(other, "__self__", None)
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def is_same(value: Any, other: Any) -> bool:
+    """Whether an attribute has not changed."""
     if isinstance(value, float) and isinstance(other, float) and value != value and other != other:
         return True
     return type(value) is type(other) and bool(value == other)
@@ -185,7 +206,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _rank(before: Any, now: Any) -> int:
     """How likely a change makes a difference: words and modules, then numbers, then tensors and what is made late."""
-    if isinstance(now, _Numbers):
+    if isinstance(now, Numbers):
         return 2
     if isinstance(now, int | float | complex) and not isinstance(now, bool | Enum):
         return 1
