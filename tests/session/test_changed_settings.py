@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
@@ -191,3 +192,78 @@ def test_packs_are_compared_again_where_a_loop_asks_for_it(ranks):
         assert "GPT learns something else from" in message
     for message in ranks(2).run(with_check, partial(later_message, is_first_alone=True)):
         assert "rank 0 called run.compare() before step 1" in message and "rank 1 called run.save()" in message
+
+
+def test_comparisons_call_no_hooks_of_the_loop_and_change_no_weights():
+    """Such as one that counts the tokens of experts, whose bias the loop then writes."""
+
+    def train(compares):
+        torch.manual_seed(0)
+        model, seen = Ramped().double(), []
+        run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=80, **OPTIONS)
+        run.compares_changes = compares
+        model.blocks[0].register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            step.update()
+            model.places_weight = 1 - 0.001 * sum(seen)
+        return seen, weights_of(model)
+
+    (seen, weights), (expected, expected_weights) = train(True), train(False)
+    assert seen == expected
+    assert all((weights[name] == value).all() for name, value in expected_weights.items())
+
+
+def test_a_setting_changed_before_a_checkpoint_is_loaded_is_compared(tmp_path):
+    for change in (None, raise_mixed):
+        torch.manual_seed(0)
+        model = Ramped().double()
+        run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=80, **OPTIONS)
+        if change is None:
+            run.save(tmp_path)
+            run.close()
+            continue
+        change(model, 0)
+        run.resume(tmp_path)
+        with pytest.raises(CheckError, match=r"since prepare, mixed became 0\.1"):
+            next(run.steps())
+
+
+def test_packs_are_compared_between_steps_of_an_open_run():
+    torch.manual_seed(0)
+    model = Ramped().double()
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=80, **OPTIONS)
+    run.compare()
+    with run.plain(), pytest.raises(CheckError, match=r"run.compare\(\) within run.plain\(\)"):
+        run.compare()
+    for step in run.steps():
+        with pytest.raises(CheckError, match=r"in the midst of step 0; call it after step\.update"):
+            run.compare()
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        step.update()
+        break
+    run.compare()
+    run.close()
+    for call in (run.compare, lambda: run.save("nowhere"), lambda: next(run.steps())):
+        with pytest.raises(CheckError, match=r"after run.close\(\), which gave the model back"):
+            call()
+
+
+def test_checkpointing_that_a_loop_switches_on_is_left_out_again(caplog):
+    config = LlamaConfig(
+        vocab_size=models.VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=80, **OPTIONS)
+    model.gradient_checkpointing_enable()
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs).loss)
+        step.update()
+    assert [record.message for record in caplog.records if "left out again" in record.message] == [
+        "the model's activation checkpointing is left out again: plans choose it; see recompute="
+    ]
+    assert not any("compared with the stock model" in record.message for record in caplog.records)
+    run.close()

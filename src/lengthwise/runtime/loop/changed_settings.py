@@ -6,6 +6,7 @@ modules), the comparison is made again: at its first three changes, and then at 
 may change a setting at every step.
 """
 
+import reprlib
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
@@ -18,6 +19,8 @@ ALWAYS = 3
 """Changes of a setting after each of which packs are compared."""
 OF_OTHERS = frozenset({"builtins", "torch", "transformers", "typing", "abc"})
 """Packages whose classes no loop changes."""
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+"""What is switched off again by whoever compares, and changes nothing that is computed."""
 _GONE = object()
 
 
@@ -62,7 +65,10 @@ def _is_compared(number: int) -> bool:
 def _in_words(value: Any) -> str:
     if value is _GONE:
         return "is gone"
-    return f"became {value!r}" if isinstance(value, WORDS) else "has changed"
+    try:
+        return f"became {reprlib.repr(value)}" if isinstance(value, WORDS) else "has changed"
+    except ValueError:  # a number of thousands of digits
+        return "has changed"
 
 
 def _settings_of(model: nn.Module) -> Values:
@@ -76,4 +82,4 @@ def _settings_of(model: nn.Module) -> Values:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             values[name] = Numbers.of(parameter)
-    return values
+    return {name: value for name, value in values.items() if not name.endswith(_CHECKPOINTING)}

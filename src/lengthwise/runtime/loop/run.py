@@ -232,6 +232,7 @@ class Run(WatchedModel):
 
     def _leave_unfinished(self, call: str) -> None:
         """Discard, on all ranks, a step that this rank's loop left unfinished, before ``call``."""
+        self.check_open(call)
         self._ahead.check_not_reading(call)
         step, self._step = self._step, None
         if step is None or step.is_over:
@@ -335,11 +336,11 @@ class Run(WatchedModel):
         self.log_on_first_rank("saved step %d: %s", self.next_step, path)
         return path
 
-    def _come_between_steps(self, call: str) -> None:
-        """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
-        self._ahead.check_not_reading(call)
+    def _come_between_steps(self, call: str, *, may_leave: bool = True) -> None:
+        """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed."""
         step = self._step
-        if step is not None and not step.is_over and (step.is_being_computed or step.is_computed):
+        is_next = not (may_leave or step is None or step.has_begun)
+        if step is not None and not step.is_over and (step.is_being_computed or step.is_computed or is_next):
             raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
         self._leave_unfinished(call)
 
@@ -367,7 +368,6 @@ class Run(WatchedModel):
         self._ahead.forget()
         self.collator = self._corpus_collator
         self.update_weights()
-        self.settings.note()
         self.log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
 

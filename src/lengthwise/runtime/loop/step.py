@@ -75,6 +75,11 @@ class Step:
         return self.plan.step
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a loop has gone through any of its micro-batches, or begun to."""
+        return self._iterator is not None
+
+    @property
     def is_computed(self) -> bool:
         """Whether all micro-batches of this rank have had their backward."""
         return len(self._shards) == len(self._own) and all(shard.is_finished for shard in self._shards.values())

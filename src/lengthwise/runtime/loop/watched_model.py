@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
@@ -53,7 +54,7 @@ class WatchedModel(PreparedModel):
         )
         self._changed_settings: dict[str, str] = {}
         """What has changed since packs were compared, in words, by name."""
-        self._last_failure = ""
+        self._last_failure, self._is_closed = "", False
         """Why the step comes again."""
         self.num_recompiles = 0
         """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
@@ -73,6 +74,7 @@ class WatchedModel(PreparedModel):
         check_pack_sizes(plan, model.max_tokens(self.collator))
 
     def _release(self, *, is_together: bool | None = None) -> None:
+        self._is_closed = True
         self.foreign_optimizers.close()
         self.gradients.hide()
         super()._release(is_together=is_together)
@@ -105,6 +107,8 @@ class WatchedModel(PreparedModel):
 
     def has_changed_settings(self) -> bool:
         """Whether a loop has changed what the model holds, so that packs are compared again; called once a step."""
+        if self.wrapped_model.checkpointing.switch_off() and self.world.is_first:
+            _log.warning("the model's activation checkpointing is left out again: plans choose it; see recompute=")
         self._changed_settings = self.settings.changes() if self.compares_changes else {}
         return bool(self._changed_settings)
 
@@ -120,15 +124,26 @@ class WatchedModel(PreparedModel):
             InfeasibleError: there is no memory for it.
         """
         assert self.check_again is not None, "prepare makes runs that can be compared"
-        self._come_between_steps("run.compare()")
+        if self.wrapped_model.is_plain and not self._is_closed:
+            raise CheckError("run.compare() within run.plain(), where the model computes as before; call it outside")
+        self._come_between_steps("run.compare()", may_leave=False)
         sync_ranks(self.world, RankOperation.COMPARE, self.next_step).check_same()
         if isinstance(self.state, ShardedState):
             self.state.finish_pull()
-        self.check_again()
+        changes = self.wrapped_model.late_changes
+        with nullcontext() if changes is None else changes.muted(self.next_step):
+            self.check_again()
         self.settings.note()
 
-    def _come_between_steps(self, call: str) -> None:
-        """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
+    def check_open(self, call: str) -> None:
+        """Raise ``CheckError`` if the run is closed."""
+        if self._is_closed:
+            raise CheckError(
+                f"{call} after run.close(), which gave the model back; call it before, or prepare it again"
+            )
+
+    def _come_between_steps(self, call: str, *, may_leave: bool = True) -> None:
+        """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed."""
         raise NotImplementedError
 
     def _compare_changed(self, step: int) -> None:

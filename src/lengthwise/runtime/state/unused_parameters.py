@@ -77,7 +77,7 @@ class UnusedParameters:
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: how many updates left out a parameter, where any did."""
-        return dict(self.times_left_out)
+        return dict(sorted(self.times_left_out.items()))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from a checkpoint."""

@@ -5,6 +5,7 @@ pack, and one on a parameter that is not linear, which is called with a part of 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ class LateChanges:
         """Hooks that packs were compared with; they are kept, so that no other gets their id."""
         self._forwards = {name: _forwards_of(module) for name, module in model.named_modules()}
         self._num_registered, self._step = RemovableHandle.next_id, -1
+        self._is_muted = False
+
+    @contextmanager
+    def muted(self, step: int) -> Iterator[None]:
+        """Within, new hooks are not called: the model is compared, and what they count or record is of training alone.
+
+        Raises:
+            InputError: a forward was replaced.
+        """
+        self.check(step)
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
 
     def check(self, step: int) -> None:
         """Watch what new hooks return; once a step, raise ``InputError`` if a forward was replaced."""
@@ -56,6 +72,8 @@ class LateChanges:
 
     def _watched(self, name: str, hook: Hook) -> Hook:
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_muted:
+                return None
             result = hook(*args, **kwargs)
             if result is None or _is_given(result, args) or self._is_plain():
                 return result
@@ -87,7 +105,7 @@ class LateChanges:
 
         def watched(gradient: Tensor) -> Tensor | None:
             nonlocal is_linear
-            result = hook(gradient)
+            result = None if self._is_muted else hook(gradient)
             if result is None or result is gradient or is_linear:
                 return result
             if not (is_linear := _is_linear(hook, gradient)):

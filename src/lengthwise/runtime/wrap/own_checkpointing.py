@@ -27,7 +27,8 @@ class OwnCheckpointing:
 
     def __init__(self, model: nn.Module, *parts: nn.Module) -> None:
         """``parts``: models of transformers in it."""
-        self.is_used = switch_off_checkpointing(model, *parts)
+        self._parts = (model, *parts)
+        self.is_used = self.switch_off()
         """Whether the model had any that is left out, as far as its forward was called."""
         self._original: Forward = home.checkpoint
         written_in = {type(module).__module__ for module in model.modules()}
@@ -42,6 +43,10 @@ class OwnCheckpointing:
             for name, value in list(getattr(space, "__dict__", {}).items())
             if value is self._original
         ]
+
+    def switch_off(self) -> bool:
+        """Switch off what models of transformers bring; whether it was on, again if it had been off."""
+        return switch_off_checkpointing(*self._parts)
 
     def replaced_in(self, forward: Forward) -> Forward:
         """``forward``, in which calls of ``checkpoint`` are replaced."""

@@ -15,6 +15,7 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import CheckError
 
@@ -125,6 +126,8 @@ def _read(name: str, value: Any, seen: set[int], depth: int) -> Values:
         return {name: value}
     if isinstance(value, Tensor):
         return {name: Numbers.of(value)}
+    if isinstance(value, RemovableHandle):
+        return {}
     if isinstance(value, np.ndarray) and value.size <= FEW_NUMBERS:
         return {name: (value.shape, value.tobytes())}
     if isinstance(value, set | frozenset):
@@ -171,7 +174,7 @@ class Numbers(_Thing):
 
     @classmethod
     def of(cls, value: Tensor) -> "Numbers":
-        """Those of a tensor as it is now."""
+        """The numbers of a tensor as it is now."""
         is_small = value.numel() <= FEW_NUMBERS and not value.is_meta and value.device.type == "cpu"
         return cls(value, value.detach().tolist() if is_small else None)
 

@@ -116,7 +116,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             if made != expected:
                 raise CheckError(
                     f"the forward made {made} calls of {name}, where it made {expected} when it was prepared; what it "
-                    "computes must not depend on the data or on the mode it is in"
+                    "computes must not depend on the data, on the mode it is in, or on a setting that changes later, "
+                    "such as a dropout of 0 that grows: prepare the model with a small one, or as it will be"
                 )
 
     def skip(self, layer: int) -> None:
