@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -15,19 +16,40 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on, run_of
+from tests.runtime.loop.memory_runs import VOCABULARY, Model, Source, Stream, plan_on, run_of
+
+ADAMW = OptimizerSettings(name="adamw")
+PLAIN_SGD = OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0)
 
 
-def wrapped(world, *, frees=False, dtype=torch.float64):
+class Routed(Model):
+    """A few tokens go to an expert each, which some ranks then use and others not."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(24, 24) for _ in range(VOCABULARY))
+
+    def forward(self, idx, targets):
+        hidden = torch.zeros(*idx.shape, 24, dtype=self.places.weight.dtype)
+        for number in idx.unique().tolist():
+            chosen = idx == number
+            hidden = hidden.index_put((chosen,), self.experts[number](self.tokens(idx[chosen])))
+        x = hidden + self.places(torch.arange(idx.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        logits = x @ self.tokens.weight.T
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def wrapped(world, *, frees=False, dtype=torch.float64, kind=Model):
     torch.manual_seed(0)
-    model, mesh = Model().to(dtype), init_device_mesh("cpu", (world.size,))
+    model, mesh = kind().to(dtype), init_device_mesh("cpu", (world.size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=frees)
     return fully_shard(model, mesh=mesh)
 
 
-def make_run(model, world, degree, *, keep_attention=False):
-    settings = OptimizerSettings(name="adamw")
+def make_run(model, world, degree, *, keep_attention=False, settings=ADAMW):
     run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
@@ -46,10 +68,10 @@ def with_kept_attention(plan):
     return replace(plan, pipelines=tuple(pipelines))
 
 
-def train(degree, is_wrapped, dtype=torch.float64, **options):
+def train(degree, is_wrapped, dtype=torch.float64, kind=Model, **options):
     world = start_world("cpu")
     torch.manual_seed(0)
-    model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
+    model = wrapped(world, dtype=dtype, kind=kind) if is_wrapped else kind().to(dtype)
     run = make_run(model, world, degree, **options)
     check_exact(run)
     losses = []
@@ -74,6 +96,15 @@ def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, de
     """Four ranks for three micro-batches: one has none."""
     expected_losses, expected = ranks(1).run(train, 1, False)[0]
     for losses, weights in ranks(num_ranks).run(train, degree, True, keep_attention=keep_attention):
+        assert losses == pytest.approx(expected_losses, abs=1e-10)
+        for mine, theirs in zip(weights, expected):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_parameters_that_some_ranks_alone_use_are_reduced_by_all(ranks):
+    """Those that no rank uses have a gradient of zero, which moves nothing here."""
+    expected_losses, expected = ranks(1).run(train, 1, False, kind=Routed, settings=PLAIN_SGD)[0]
+    for losses, weights in ranks(3).run(train, 1, True, kind=Routed, settings=PLAIN_SGD):
         assert losses == pytest.approx(expected_losses, abs=1e-10)
         for mine, theirs in zip(weights, expected):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
