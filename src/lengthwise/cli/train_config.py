@@ -203,18 +203,22 @@ def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quie
     return folder.path
 
 
-def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0) -> None:
+def launch(
+    folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0, shows_next: bool = True
+) -> None:
     """Train into ``folder`` with ``nproc`` ranks, started again up to ``max_restarts`` times after one has died.
+
+    ``shows_next``: whether it says in the end what can be done with the run.
 
     Raises:
         LengthwiseError: with the message and exit code of the rank that failed; 75 if SIGTERM stopped it and it saved.
         KeyboardInterrupt: SIGINT stopped it.
     """
     with failures_of_run(folder.path):
-        _launch(folder, arguments, nproc=nproc, max_restarts=max_restarts)
+        _launch(folder, arguments, nproc=nproc, max_restarts=max_restarts, shows_next=shows_next)
 
 
-def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int) -> None:
+def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int, shows_next: bool) -> None:
     log = stderr()
     folder.path.mkdir(parents=True, exist_ok=True)
     earlier = EarlierStatus(folder)
@@ -242,6 +246,8 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
             folder.stop.unlink(missing_ok=True)
     status = read_status(folder)
     if ended and status.get("state") == DONE:
+        if not shows_next:
+            return
         is_tuned = (folder.model_files / "config.json").is_file()
         log.print(f"done; next: lengthwise report {shell_word(folder.path)}", markup=False, soft_wrap=True)
         if is_tuned:

@@ -43,7 +43,12 @@ def run(
     for policy in POLICIES:
         log.print(f"3/4 train {steps} steps, policy {policy}")
         folder = RunFolder(runs / policy)
-        launch(folder, [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"], nproc=NUM_RANKS)
+        launch(
+            folder,
+            [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"],
+            nproc=NUM_RANKS,
+            shows_next=False,
+        )
         folders.append(folder.path)
     log.print("4/4 report")
     page = runs / "report.html"

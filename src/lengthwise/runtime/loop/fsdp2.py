@@ -98,7 +98,7 @@ class Fsdp2State:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
         for group in (group for module in self._modules for group in _groups(module)):
-            for shards in group.fsdp_params:  # else what this rank has not used is left out, and other ranks wait for it
+            for shards in group.fsdp_params:  # what this rank has not used it would leave out, and others wait for it
                 whole = shards.unsharded_param
                 if whole.requires_grad and whole.grad is None and shards.unsharded_accumulated_grad is None:
                     whole.grad = torch.zeros_like(whole)
