@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from lengthwise.runtime.wrap.state_between_calls import WORDS, Numbers, Values, is_same, leaves_of, values_of
+from lengthwise.runtime.state.absent_parameter import AbsentParameter
+from lengthwise.runtime.wrap.state_between_calls import WORDS, Values, is_same, leaves_of, values_of
 
 ALWAYS = 3
 """Changes of a setting after each of which packs are compared."""
@@ -80,6 +81,6 @@ def _settings_of(model: nn.Module) -> Values:
             for name, value in vars(kind).items():
                 values |= leaves_of(f"{kind.__qualname__}.{name}", value)
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            values[name] = Numbers.of(parameter)
+        if not parameter.requires_grad and not isinstance(parameter, AbsentParameter):
+            values |= leaves_of(name, parameter)
     return {name: value for name, value in values.items() if not name.endswith(_CHECKPOINTING)}

@@ -125,7 +125,7 @@ def _read(name: str, value: Any, seen: set[int], depth: int) -> Values:
     if isinstance(value, WORDS):
         return {name: value}
     if isinstance(value, Tensor):
-        return {name: Numbers.of(value)}
+        return {name: _Numbers.of(value)}
     if isinstance(value, RemovableHandle):
         return {}
     if isinstance(value, np.ndarray) and value.size <= FEW_NUMBERS:
@@ -169,11 +169,11 @@ class _Thing:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Numbers(_Thing):
+class _Numbers(_Thing):
     """A tensor, known by its numbers where it is small, and else by its writes."""
 
     @classmethod
-    def of(cls, value: Tensor) -> "Numbers":
+    def of(cls, value: Tensor) -> "_Numbers":
         """The numbers of a tensor as it is now."""
         is_small = value.numel() <= FEW_NUMBERS and not value.is_meta and value.device.type == "cpu"
         return cls(value, value.detach().tolist() if is_small else None)
@@ -183,7 +183,7 @@ class Numbers(_Thing):
         self._version, self._numbers = value._version, numbers
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Numbers):
+        if not isinstance(other, _Numbers):
             return False
         if self._numbers is not None and other._numbers is not None:
             return bool(self._numbers == other._numbers)
@@ -209,7 +209,7 @@ def is_same(value: Any, other: Any) -> bool:
 
 def _rank(before: Any, now: Any) -> int:
     """How likely a change makes a difference: words and modules, then numbers, then tensors and what is made late."""
-    if isinstance(now, Numbers):
+    if isinstance(now, _Numbers):
         return 2
     if isinstance(now, int | float | complex) and not isinstance(now, bool | Enum):
         return 1
