@@ -104,7 +104,7 @@ def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -
     chosen = read_options(dict(options))
     with errors_spelt(as_option), preserve_state(model):
         run = _prepare(model, corpus, chosen)
-    run.settings = ChangedSettings(model)
+    run.settings = ChangedSettings(model, run.wrapped_model.own_state)
     return run
 
 

@@ -28,8 +28,9 @@ _GONE = object()
 class ChangedSettings:
     """Knows the settings of a model from when it was compared, and says which have changed since."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._before = model, _settings_of(model)
+    def __init__(self, model: nn.Module, own_state: Collection[str] = ()) -> None:
+        """``own_state``: what the model's forwards change themselves, by name; no settings."""
+        self._model, self._own_state, self._before = model, own_state, _settings_of(model)
         self._num_changes: Counter[str] = Counter()
 
     def changes(self) -> dict[str, str]:
@@ -40,7 +41,8 @@ class ChangedSettings:
         now, changes = _settings_of(self._model), dict[str, str]()
         for name in {**self._before, **now}:
             before, value = self._before.get(name, _GONE), now.get(name, _GONE)
-            if before is not _GONE and value is not _GONE and is_same(before, value):
+            is_known = before is not _GONE and value is not _GONE and is_same(before, value)
+            if is_known or name in self._own_state:
                 continue
             if _is_compared(self._num_changes[name] + 1):
                 changes[name] = _in_words(value)

@@ -138,9 +138,8 @@ class WatchedModel(PreparedModel):
     def check_open(self, call: str) -> None:
         """Raise ``CheckError`` if the run is closed."""
         if self._is_closed:
-            raise CheckError(
-                f"{call} after run.close(), which gave the model back; call it before, or prepare it again"
-            )
+            message = f"{call} after run.close(), which gave the model back; call it before, or prepare it again"
+            raise CheckError(self.world.departures[0] if self.world.departures else message)
 
     def _come_between_steps(self, call: str, *, may_leave: bool = True) -> None:
         """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed."""

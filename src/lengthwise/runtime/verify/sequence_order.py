@@ -23,11 +23,14 @@ class StateWatch:
 
     def __init__(self) -> None:
         self.has_changed = self.has_other_words = False
+        self.names: set[str] = set()
+        """Attributes that they have changed."""
 
     def note(self, state: StateBetweenCalls) -> None:
         """Note what has changed since ``state``."""
         changes = state.changes()
         self.has_changed = self.has_changed or bool(changes)
+        self.names |= state.names()
         self.has_other_words = self.has_other_words or state.are_words(changes)
 
     def check(self, run: PreparedModel, slots: tuple[int, int, int]) -> None:

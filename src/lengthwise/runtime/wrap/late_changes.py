@@ -4,7 +4,7 @@ Hooks that only look are let through. One that changes what a module takes or gi
 pack, and one on a parameter that is not linear, which is called with a part of a step's gradient, are refused.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,11 @@ ROUNDINGS = 64
 class LateChanges:
     """Knows hooks and forwards of a model from when it was made, and refuses others."""
 
-    def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
-        """``is_plain``: whether the model computes as its user's own at the moment, with whatever hooks."""
-        self._model, self._is_plain = model, is_plain
+    def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool], own_state: Collection[str] = ()) -> None:
+        """``is_plain``: whether the model computes as its user's own at the moment, with whatever hooks; ``own_state``:
+        what its forwards change themselves, among it modules that they put in the place of others.
+        """
+        self._model, self._is_plain, self._own_state = model, is_plain, own_state
         every = (*self._hooks(), *self._on_gradients())
         self._compared = {id(hooks[key]): hooks[key] for _, hooks, key in every}
         """Hooks that packs were compared with; they are kept, so that no other gets their id."""
@@ -87,6 +89,8 @@ class LateChanges:
     def _check_forwards(self) -> None:
         for name, module in self._model.named_modules():
             before, now = self._forwards.get(name), _forwards_of(module)
+            if f"{name}.__class__" in self._own_state:
+                continue
             if before is not None and any(_is_replaced(a, b) for a, b in zip(before, now)):
                 raise InputError(
                     f"the forward of {name or type(module).__name__} was replaced after prepare, and packs were "

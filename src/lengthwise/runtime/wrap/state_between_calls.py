@@ -59,6 +59,11 @@ class StateBetweenCalls:
         names = [name for name in now if name not in before or not is_same(before[name], now[name])]
         return [(name, now[name]) for name in sorted(names, key=lambda name: _rank(before.get(name), now[name]))]
 
+    def names(self) -> set[str]:
+        """The attributes that forwards have changed since, made or removed."""
+        now = values_of(self._model, self._saved_buffers)
+        return {name for name, _ in self.changes()} | (self._before.keys() - now.keys())
+
     def are_words(self, changes: list[tuple[str, Any]]) -> bool:
         """Whether a word, a flag, a class or a module is among ``changes``, by which forwards may be another thing."""
         return any(_rank(self._before.get(name), value) == 0 for name, value in changes[:1])

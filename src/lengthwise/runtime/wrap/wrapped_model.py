@@ -61,6 +61,8 @@ class WrappedModel:
     """The step that its weights are for, counted by the run."""
     late_changes: LateChanges | None = None
     """What is new in the model since packs were compared with it; None: they were not yet."""
+    own_state: frozenset[str] = frozenset()
+    """Attributes of the model that its forwards change themselves, as a comparison saw."""
     most_slots: int | None = None
     """Slots of a pack that it can be given; None: any number."""
 
@@ -127,7 +129,7 @@ class WrappedModel:
 
     def watch_changes(self) -> None:
         """Refuse hooks and forwards that come from now on, where packs would not be what they were compared as."""
-        self.late_changes = LateChanges(self.model, is_plain=lambda: self.is_plain)
+        self.late_changes = LateChanges(self.model, is_plain=lambda: self.is_plain, own_state=self.own_state)
 
     def max_tokens(self, collator: PackCollator) -> int | None:
         """Tokens of a pack that it can be given, whose slots are as ``collator`` has them; None: any number."""
