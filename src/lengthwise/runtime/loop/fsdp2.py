@@ -99,9 +99,10 @@ class Fsdp2State:
             module.set_reshard_after_backward(True, recurse=False)
         for group in (group for module in self._modules for group in _groups(module)):
             for shards in group.fsdp_params:  # what this rank has not used it would leave out, and others wait for it
-                whole = shards.unsharded_param
-                if whole.requires_grad and whole.grad is None and shards.unsharded_accumulated_grad is None:
-                    whole.grad = torch.zeros_like(whole)
+                parameter = shards.unsharded_param
+                has_gradient = parameter.grad is not None or shards.unsharded_accumulated_grad is not None
+                if parameter.requires_grad and not has_gradient:
+                    parameter.grad = torch.zeros_like(parameter)
         self._close().backward()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:

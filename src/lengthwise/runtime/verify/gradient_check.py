@@ -103,7 +103,6 @@ def check_exact(
             check_order()  # which is the reason then
         raise
     check_order()
-    run.wrapped_model.own_state |= watch.names
     warn_of_zeros(run, unfilled)
 
 

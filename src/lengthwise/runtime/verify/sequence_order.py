@@ -36,12 +36,14 @@ class StateWatch:
     def check(self, run: PreparedModel, slots: tuple[int, int, int]) -> None:
         """Compare losses of single sequences that are called in two orders, if forwards leave anything behind.
 
+        The model is told what they leave.
         Every rank calls this. ``slots``: of the shortest and the longest sequence that were compared, and of the
         longest there is.
 
         Raises:
             StateError: they differ.
         """
+        run.wrapped_model.own_state |= self.names
         lengths, results = self._lengths(run, *slots), list[tuple[float, list[float], str]]()
 
         def compute(order: Sequence[int], tolerance: Tolerance, fill: object) -> None:
