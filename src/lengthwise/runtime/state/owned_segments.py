@@ -214,14 +214,14 @@ class OwnedSegments:
                 try:
                     update_at_once(self.optimizer, segments, clip)
                 except (AttributeError, TypeError) as error:
+                    if not left_out:
+                        raise
                     raise self._without_gradient(error, left_out) from error
             else:
                 yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
 
-    def _without_gradient(self, error: Exception, left_out: Collection[str]) -> Exception:
+    def _without_gradient(self, error: Exception, left_out: Collection[str]) -> InputError:
         """The error to raise where an optimizer of the user's fails with ``error``."""
-        if not left_out:
-            return error
         return InputError(
             f"optimizer={self._settings.name} fails ({type(error).__name__}: {error}) in a step that does not use "
             f"{counted(len(left_out), 'parameter')}, such as {sorted(left_out)[0]}, whose grad is None then, as in "
