@@ -41,8 +41,9 @@ class ChangedSettings:
         now, changes = _settings_of(self._model), dict[str, str]()
         for name in {**self._before, **now}:
             before, value = self._before.get(name, _GONE), now.get(name, _GONE)
-            is_known = before is not _GONE and value is not _GONE and is_same(before, value)
-            if is_known or name in self._own_state:
+            if before is value or (before is not _GONE and value is not _GONE and is_same(before, value)):
+                continue
+            if name in self._own_state or name.endswith(_CHECKPOINTING):
                 continue
             if _is_compared(self._num_changes[name] + 1):
                 changes[name] = _in_words(value)
@@ -85,4 +86,4 @@ def _settings_of(model: nn.Module) -> Values:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and not isinstance(parameter, AbsentParameter):
             values |= leaves_of(name, parameter)
-    return {name: value for name, value in values.items() if not name.endswith(_CHECKPOINTING)}
+    return values

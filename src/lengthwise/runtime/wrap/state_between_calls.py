@@ -25,7 +25,8 @@ DEPTH = 3
 """Containers and objects within one another that are looked into."""
 
 WORDS = (str, bytes, bool, int, float, complex, Enum, type, torch.dtype, np.generic, type(None))
-_MACHINERY = frozenset({"training", "forward", "_parameters", "_buffers", "_modules", "_compiled_call_impl"})
+_MACHINERY = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
+"""What every module has, such as hooks: no state of its user's."""
 
 _SWITCHED = "_attn_implementation_internal"
 """What a prepared model of transformers has another one of."""
@@ -105,7 +106,11 @@ def values_of(model: nn.Module, saved_buffers: bool = True) -> Values:
         ):
             values |= _leaves(f"{path}{name}", buffer, seen)
         for name, value in vars(module).items():
-            if name not in _MACHINERY and not name.endswith("_hooks") and "_hooks_" not in name:
+            if name in _MACHINERY:
+                continue
+            if isinstance(value, WORDS):  # most are: this is read before every step
+                values[f"{path}{name}"] = value
+            else:
                 values |= _leaves(f"{path}{name}", value, seen)
     return values
 
