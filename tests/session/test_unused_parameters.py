@@ -13,6 +13,7 @@ from lengthwise.core.errors import InputError
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
 from tests.session.structure_runs import LENGTHS, OPTIONS, plan_of
+from tests.session.test_own_optimizers import NormedMatrices
 from tests.session.test_prepare import EXACT, assert_equal_weights
 
 CLASS = 16
@@ -64,6 +65,12 @@ def build(kind):
     return kind().double()
 
 
+def groups_of(model):
+    """As prepare has them: matrices decay, vectors do not."""
+    matrices, vectors = ([x for x in model.parameters() if (x.dim() > 1) == is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
 def rows():
     rng = np.random.default_rng(0)
     return [
@@ -75,11 +82,7 @@ def rows():
 
 def train_alone(make):
     model, number = build(Routed), len(LENGTHS)
-    groups = [
-        {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": 0.1},
-        {"params": [x for x in model.parameters() if x.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer, losses, used = make(groups, lr=1e-2), [], []
+    optimizer, losses, used = make(groups_of(model), lr=1e-2), [], []
     for step in range(len(STEPS)):
         optimizer.zero_grad()
         batch = rows()[step * number : (step + 1) * number]
@@ -161,11 +164,7 @@ def losses_t(output, targets, step):
 
 def train_heads_alone():
     model = build(Heads)
-    groups = [
-        {"params": [x for x in model.parameters() if x.dim() > 1], "weight_decay": 0.1},
-        {"params": [x for x in model.parameters() if x.dim() <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, betas=(0.9, 0.95))
     for step in range(len(STEPS)):
         optimizer.zero_grad()
         total, count = 0, 0
@@ -210,19 +209,8 @@ def test_outputs_that_no_loss_uses_are_no_use_of_their_parameters(ranks, mean_ov
         assert_equal_weights(weights, expected)
 
 
-class Signs(torch.optim.Optimizer):
-    def __init__(self, groups):
-        super().__init__(groups, {"lr": 0.1, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(parameter.grad.sign(), alpha=group["lr"])
-
-
 def test_an_optimizer_that_needs_all_gradients_is_told_which_one_is_none(tmp_path):
     with pytest.raises(
-        InputError, match=r"optimizer=Signs fails .* does not use 6 parameters, such as blocks.0.experts"
+        InputError, match=r"optimizer=NormedMatrices fails .* does not use 6 parameters, such as blocks.0.experts"
     ):
-        train(tmp_path / "steps", steps=1, optimizer=Signs, kinds=("alone",))
+        train(tmp_path / "steps", steps=1, optimizer=NormedMatrices, kinds=("alone",))
