@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,18 @@ class Segment:
     """The parameter that it is of; an empty string: it may be of several."""
 
 
+class _Run(NamedTuple):
+    """Where a segment lies in what the rank owns."""
+
+    name: str
+    unit: int
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    decays: bool
+    only: str
+
+
 def segments_of(
     table: ParameterTable,
     owned: Sequence[Interval],
@@ -48,33 +60,33 @@ def segments_of(
 
     ``owned``: the intervals that ``master`` and ``pushed`` are laid out as. ``apart``: parameters that share no run.
     """
-    runs: list[tuple[str, int, int, int, bool, tuple[int, ...], str]] = []
+    runs: list[_Run] = []
     position = 0
     for start, end in owned:
         for slot in table.slots.values():
             size = min(end, slot.interval[1]) - max(start, slot.interval[0])
             if size <= 0:
                 continue
-            name, decays, only = str(slot.unit), len(slot.shape) > 1, slot.name if slot.name in apart else ""
+            last, decays, only = position + size, len(slot.shape) > 1, slot.name if slot.name in apart else ""
+            run = _Run(str(slot.unit), slot.unit, position, last, (size,), decays, only)
             if by_parameter:
-                runs.append((slot.name, slot.unit, position, position + size, decays, slot.shape, slot.name))
-            elif runs and (runs[-1][0], runs[-1][4], runs[-1][6]) == (name, decays, only):
-                first = runs[-1][2]
-                runs[-1] = (name, slot.unit, first, position + size, decays, (position + size - first,), only)
+                runs.append(run._replace(name=slot.name, shape=slot.shape, only=slot.name))
+            elif runs and (runs[-1].unit, runs[-1].decays, runs[-1].only) == (slot.unit, decays, only):
+                runs[-1] = runs[-1]._replace(last=last, shape=(last - runs[-1].first,))
             else:
-                runs.append((name, slot.unit, position, position + size, decays, (size,), only))
-            position += size
+                runs.append(run)
+            position = last
     segments = []
-    for name, unit, first, last, decays, shape, only in runs:
-        parameter = nn.Parameter(master[first:last].view(shape))
-        pushed_part = pushed[first:last].view(shape)
+    for run in runs:
+        parameter = nn.Parameter(master[run.first : run.last].view(run.shape))
+        pushed_part = pushed[run.first : run.last].view(run.shape)
         if pushed.dtype == master.dtype:
             parameter.grad = pushed_part
-        is_outer = by_parameter and unit in (0, table.num_units - 1)
+        is_outer = by_parameter and run.unit in (0, table.num_units - 1)
         segments.append(
             Segment(
-                name=name, unit=unit, parameter=parameter, pushed=pushed_part, decays=decays, is_outer=is_outer,
-                only=only,
+                name=run.name, unit=run.unit, parameter=parameter, pushed=pushed_part, decays=run.decays,
+                is_outer=is_outer, only=run.only,
             )
         )  # fmt: skip
     return segments
@@ -112,21 +124,16 @@ def update_by_unit(
     optimizer: torch.optim.Optimizer | None, segments: Sequence[Segment], clip: float, num_units: int
 ) -> Iterator[int]:
     """Scale the pushed gradient by ``clip``, and update one unit after another; gives the number of each."""
-    gradients = [segment.parameter.grad for segment in segments]
-    for segment in segments:
-        segment.parameter.grad = None
-    for unit in range(num_units):
-        mine = [segment for segment in segments if segment.unit == unit]
-        if optimizer is not None and mine:
-            for segment, gradient in zip(segments, gradients):
-                if segment.unit == unit:
-                    segment.parameter.grad = gradient
-            update_at_once(optimizer, mine, clip)
-            for segment in mine:
-                segment.parameter.grad = None
-        yield unit
-    for segment, gradient in zip(segments, gradients):
-        segment.parameter.grad = gradient
+    with _without_gradients(segments) as gradients:
+        for unit in range(num_units):
+            mine = {place: segment for place, segment in enumerate(segments) if segment.unit == unit}
+            if optimizer is not None and mine:
+                for place, segment in mine.items():
+                    segment.parameter.grad = gradients[place]
+                update_at_once(optimizer, list(mine.values()), clip)
+                for segment in mine.values():
+                    segment.parameter.grad = None
+            yield unit
 
 
 def _scale(segments: Sequence[Segment], clip: float) -> None:
@@ -230,13 +237,13 @@ class OwnedSegments:
 
 
 @contextmanager
-def _without_gradients(segments: Sequence[Segment]) -> Iterator[None]:
-    """Within, an optimizer leaves segments out."""
+def _without_gradients(segments: Sequence[Segment]) -> Iterator[list[Tensor | None]]:
+    """Within, an optimizer leaves segments out; gives the gradients that they have again after it."""
     gradients = [segment.parameter.grad for segment in segments]
     for segment in segments:
         segment.parameter.grad = None
     try:
-        yield
+        yield gradients
     finally:
         for segment, gradient in zip(segments, gradients):
             segment.parameter.grad = gradient
