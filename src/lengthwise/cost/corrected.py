@@ -81,6 +81,10 @@ class CorrectedCost:
         counts: tuple[int, ...] = self.base.head_groups(degree) if hasattr(self.base, "head_groups") else ()
         return counts
 
+    def largest_pack(self, scheme: PipelineConfig) -> int:
+        """Tokens of the largest micro-batch that was measured, as the base says; 0: none was."""
+        return int(self.base.largest_pack(scheme)) if hasattr(self.base, "largest_pack") else 0
+
     def update_s(self, strategy: Strategy) -> float:
         """Seconds of a step outside its micro-batches, as the base says."""
         return self.base.update_s(strategy)

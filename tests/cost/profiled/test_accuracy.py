@@ -108,3 +108,13 @@ def test_tables_print_cross_validated_errors_and_bars_beyond(capsys):
     document = accuracy_document(cross_validation_errors(measured), extrapolations(measured))
     assert len(document["cross_validation"]) == 4 and len(document["beyond"]) == 8
     assert accuracy_document((), ()) == {}
+
+
+@pytest.mark.parametrize("cost_model", [FittedCost, HybridCost])
+def test_the_largest_pack_is_the_largest_that_was_measured_under_every_method(cost_model):
+    shared = [uniform_scheme(MODEL.num_layers, degree=2, method=m) for m in (Method.ULYSSES, Method.RING)]
+    few = [r for r in LONE if sum(r.lengths) < 4096]
+    cost = cost_model([(shared[0], table(LONE)), (shared[1], table(few))], model=MODEL, cluster=CLUSTER)
+    mixed = replace(shared[0], methods=(Method.RING,) + (Method.ULYSSES,) * (MODEL.num_layers - 1))
+    most = [max(sum(r.lengths) for r in rows) for rows in (LONE, few, few)]
+    assert [cost.largest_pack(scheme) for scheme in (*shared, mixed)] == most and most[0] > most[1]

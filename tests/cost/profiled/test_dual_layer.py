@@ -166,6 +166,9 @@ def test_layers_that_share_by_other_methods_cost_what_was_measured_of_each():
     more_s = 2 * (LAYERS + 2) * seconds((256,), FORWARD, 2)
     assert cost.time_s((256,), ring) == pytest.approx(cost.time_s((256,), ulysses) + more_s, rel=1e-3)
     mixed = replace(ring, methods=(Method.RING,) * 3 + (Method.ULYSSES,) * 3)
+    short = DualLayerCost(table([*TABLE.rows, *slower[:2]]), cluster=CLUSTER)
+    assert [short.largest_pack(scheme) for scheme in (scheme_of(1), ulysses, ring, mixed)] == [4096, 4096, 256, 256]
+    assert CorrectedCost(short, time_factors={2: 2.0}).largest_pack(ring) == 256
     assert cost.time_s((256,), mixed) == pytest.approx((cost.time_s((256,), ring) + cost.time_s((256,), ulysses)) / 2)
     bytes_of = [cost.micro_batch_bytes(256, scheme) for scheme in (ulysses, mixed, ring)]
     assert bytes_of[0] < bytes_of[1] < bytes_of[2]

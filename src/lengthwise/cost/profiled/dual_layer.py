@@ -185,6 +185,11 @@ class DualLayerCost(SeparableCost):
         """Seconds of the stage whose kernels take longest to launch, as often as the scheme has slices."""
         return max(sum(part.launch_s for part in layers) for layers in self._stages(scheme)) * scheme.slices
 
+    def largest_pack(self, scheme: PipelineConfig) -> int:
+        """Tokens of the largest micro-batch that was measured under every method of ``scheme``; more is a guess."""
+        rows = (self.table.of_degree(scheme.degree, method) for method in set(scheme.methods))
+        return min(max((row.num_tokens for row in of_method), default=0) for of_method in rows)
+
     def _slices_s(self, scheme: PipelineConfig) -> float:
         """Seconds per token in which slices add to gradients of keys and values, and merge what they attended to."""
         if self.attention is None or scheme.slices == 1:

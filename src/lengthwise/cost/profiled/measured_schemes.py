@@ -83,6 +83,11 @@ class ProfiledCost(SeparableCost):
         parts = self._parts(scheme)
         return min(max(max(row.lengths) for row in self.tables[part].rows) for part in parts)
 
+    def largest_pack(self, scheme: PipelineConfig) -> int:
+        """Tokens of the largest micro-batch that was measured under every method of ``scheme``; more is a guess."""
+        parts = self._parts(scheme)
+        return min(max(sum(row.lengths) for row in self.tables[part].rows) for part in parts)
+
     def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
         per_token = 0.0 if scheme.is_plain else self._offload.host_bytes_per_token(scheme)
         return self._host_state_bytes(num_devices), per_token

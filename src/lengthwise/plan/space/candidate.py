@@ -125,6 +125,12 @@ class Candidate:
         return 0.0 if launch_s is None else float(launch_s(self.scheme))
 
     @cached_property
+    def largest_pack(self) -> int:
+        """Tokens of the largest micro-batch that was measured; 0 if none was."""
+        largest_pack = getattr(self.cost, "largest_pack", None)
+        return 0 if largest_pack is None else int(largest_pack(self.scheme))
+
+    @cached_property
     def reduction(self) -> ReductionTime | None:
         """Seconds of reducing a micro-batch's gradients to shares; None where whole ones are kept."""
         reduction = getattr(self.cost, "reduction", None)
