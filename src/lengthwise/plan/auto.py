@@ -155,7 +155,7 @@ class AutoPolicy:
         assert drafts, "some policy holds every sequence that the search space holds"
         drafts = self.refinement.of(priced, drafts, bound_s, search_share=_search_share(priced))
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
-        return DraftPlan(phases=in_measured_packs(priced, best).phases, lower_bound_s=bound_s)
+        return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=bound_s)
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: list[StrategyPlan]) -> list[StrategyPlan]:
         """The fastest of strategies that are proposed for this step alone, and one that moves from the fastest lead to.

@@ -1,4 +1,4 @@
-"""Whether the targets of a step have to be counted before its first backward."""
+"""Whether the targets of a step have to be counted before its first backward, and which labels are none."""
 
 import logging
 
@@ -23,3 +23,9 @@ def must_count_targets(prepared: PreparedModel) -> bool:
             changes[0],
         )
     return bool(changes)
+
+
+def share_ignored_labels(prepared: PreparedModel) -> None:
+    """Let every rank know what any has seen a loss leave out; every rank calls this."""
+    of_ranks = gather_json(prepared.world, sorted(prepared.wrapped_model.ignored_labels))
+    prepared.wrapped_model.ignored_labels.update(label for of_rank in of_ranks for label in of_rank)

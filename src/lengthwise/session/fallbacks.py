@@ -65,9 +65,10 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
     prepared, chosen = _learned_by_sequence(model, chosen, learn)
     if prepared.world.is_first:
         _log.warning(
-            "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
+            "%s is computed sequence by sequence: %s, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
-            type(model).__name__, reason_of(first, is_of_length=bool(prepared.collator.compared_lengths)),
+            type(model).__name__, "exact" if _has_mean(prepared) else "as it computes each alone",
+            reason_of(first, is_of_length=bool(prepared.collator.compared_lengths)),
         )  # fmt: skip
     return prepared, chosen
 
@@ -97,11 +98,26 @@ def _learned_by_sequence(
     A model may compute multiples of a block alone, say, or nothing below its stride.
     """
     try:
-        return _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
+        learned = _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
     except (InputError, CheckError) as error:
         if f"{type(model).__name__} " not in error.marked or not _is_of_call(error):
             raise
-    return _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
+        learned = _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
+    prepared, _ = learned
+    if prepared.world.is_first and not _has_mean(prepared):
+        _log.warning(
+            "the loss of %s for several sequences at once is not the mean of theirs by their targets, as where it has "
+            "a divisor of its own or weighs classes: steps train that mean, on any ranks and under any plan; make "
+            "another loss in the loop, with step.backward(loss, mean_over='step')",
+            type(model).__name__,
+        )  # fmt: skip
+    return learned
+
+
+def _has_mean(prepared: PreparedModel) -> bool:
+    """Whether the loss of a batch is the mean of its sequences' losses, as far as was seen."""
+    by_sequence = prepared.wrapped_model.by_sequence
+    return by_sequence is None or by_sequence.is_mean
 
 
 def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> tuple[PreparedModel, PrepareOptions]:

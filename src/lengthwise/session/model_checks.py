@@ -17,6 +17,7 @@ from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.gradient_changes import has_hook_after_accumulation
 from lengthwise.runtime.wrap.user_functions import label_advice, line_of, raised_by
 from lengthwise.session.adapter_checks import check_adapters
 from lengthwise.session.datasets import RunSequences
@@ -63,7 +64,7 @@ def check_model(
             "whole model on its own: load it without device_map"
         )
     check_adapters(model, packing=packing)
-    hooked = next((key for key, value in model.named_parameters() if _after_accumulation(value)), None)
+    hooked = next((key for key, value in model.named_parameters() if has_hook_after_accumulation(value)), None)
     if hooked is not None:
         raise InputError(
             f"{hooked} of {name} has a hook that runs after its gradient was accumulated, and here that is once for "
@@ -113,10 +114,6 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _after_accumulation(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
 def _check_not_prepared(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(vars(module).get("forward"), PreparedForward):
@@ -124,6 +121,12 @@ def _check_not_prepared(model: nn.Module) -> None:
             raise InputError(
                 f"{type(model).__name__} cannot be prepared: {part} was prepared before and belongs to another run; "
                 "call run.close() first, which gives it back with today's weights"
+            )
+    for key, parameter in model.named_parameters():
+        if has_hook_after_accumulation(parameter, of_library=True):
+            raise InputError(
+                f"{type(model).__name__} cannot be prepared: another run trains its {key}, and weights of two runs "
+                "would come apart; call run.close() of that run first, or train both models as parts of one module"
             )
 
 

@@ -42,7 +42,7 @@ from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from lengthwise.session.calibration import find_cost, progress_bar, say
 from lengthwise.session.collate import CollatedItems
-from lengthwise.session.counted_targets import must_count_targets
+from lengthwise.session.counted_targets import must_count_targets, share_ignored_labels
 from lengthwise.session.coupled_units import (
     check_can_couple,
     coupling_of,
@@ -122,6 +122,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
     try:
         check_can_couple(prepared, chosen)
+        share_ignored_labels(prepared)
         with units_named(prepared.collator.units):
             planner, plan_forwards, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:

@@ -23,6 +23,10 @@ class Measured(SimpleCost):
         return MEASURED
 
 
+def as_it_is(priced, draft):
+    return draft
+
+
 def packs_of(draft):
     return [pack for phase in draft.phases for pipeline in phase for pack in pipeline.packs]
 
@@ -38,7 +42,7 @@ def one_pack(lengths, **cost):
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=30), st.sampled_from([0.0, 1e-4, 1e-3, 0.1]))
 def test_every_sequence_is_in_one_pack_and_packs_are_as_measured_or_as_they_were(lengths, overhead_s):
     priced, draft = one_pack(lengths, c_s=overhead_s, capacity=4000)
-    packs = packs_of(smaller := in_measured_packs(priced, draft))
+    packs = packs_of(smaller := in_measured_packs(priced, draft, as_it_is))
     assert Counter(position for pack in packs for position in pack) == Counter(range(len(lengths)))
     assert time_s(priced, smaller) <= time_s(priced, draft) * (1 + NEXT_TO_NOTHING)
     if len(packs) > 1:
@@ -49,9 +53,9 @@ def test_every_sequence_is_in_one_pack_and_packs_are_as_measured_or_as_they_were
 
 
 def test_a_micro_batch_that_costs_more_than_next_to_nothing_is_not_made():
-    assert len(packs_of(in_measured_packs(*one_pack([40] * 6, c_s=0.0)))) == 6
-    assert len(packs_of(in_measured_packs(*one_pack([30] * 6, c_s=0.0)))) == 3
-    assert len(packs_of(in_measured_packs(*one_pack([30] * 6, c_s=0.1)))) == 1
+    assert len(packs_of(in_measured_packs(*one_pack([40] * 6, c_s=0.0), as_it_is))) == 6
+    assert len(packs_of(in_measured_packs(*one_pack([30] * 6, c_s=0.0), as_it_is))) == 3
+    assert len(packs_of(in_measured_packs(*one_pack([30] * 6, c_s=0.1), as_it_is))) == 1
 
 
 def test_the_default_policy_makes_packs_as_they_were_measured():

@@ -5,6 +5,7 @@ What it says of packs beyond the largest that a profile has is a guess; on a CPU
 2 to 4 % longer for each token.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
@@ -17,10 +18,13 @@ NEXT_TO_NOTHING = 0.01
 """Relative; what a plan of measured packs may take longer by prediction."""
 
 
-def in_measured_packs(priced: PricedBatch, draft: DraftPlan) -> DraftPlan:
+def in_measured_packs(
+    priced: PricedBatch, draft: DraftPlan, faster: Callable[[PricedBatch, DraftPlan], DraftPlan]
+) -> DraftPlan:
     """The draft plan with packs of several sequences cut in equal parts that were measured, or as it is.
 
-    Of pipelines of one stage; sequences that are longer than any measured pack stay alone.
+    Of pipelines of one stage; sequences that are longer than any measured pack stay alone. ``faster``: chooses how the
+    packs of a draft plan run.
     """
     if priced.problem.lattice is not None:
         return draft
@@ -28,7 +32,10 @@ def in_measured_packs(priced: PricedBatch, draft: DraftPlan) -> DraftPlan:
     is_cut = any(
         new is not old for phases in zip(smaller.phases, draft.phases) for new, old in zip(*phases, strict=True)
     )
-    return smaller if is_cut and time_s(priced, smaller) <= time_s(priced, draft) * (1 + NEXT_TO_NOTHING) else draft
+    if not is_cut:
+        return draft
+    smaller = faster(priced, smaller)
+    return smaller if time_s(priced, smaller) <= time_s(priced, draft) * (1 + NEXT_TO_NOTHING) else draft
 
 
 def _cut(priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:

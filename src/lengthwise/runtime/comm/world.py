@@ -20,6 +20,7 @@ from lengthwise.core.version import __version__, source_digest
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
+from lengthwise.runtime.comm.freed_memory import keep_freed_memory
 from lengthwise.runtime.comm.groups import GroupRegistry
 from lengthwise.runtime.comm.liveness import Liveness
 from lengthwise.runtime.comm.nodes import NodeGroups, agreed_ranks_per_node, node_groups
@@ -112,6 +113,8 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Dist
                 f"local rank {local_rank} has no GPU: the node has {torch.cuda.device_count()}; lower --nproc"
             )
         torch.cuda.set_device(local_rank)
+    else:
+        keep_freed_memory()
     timeout = timedelta(seconds=timeout_s or TIMEOUT_S)
     if not dist.is_initialized():
         _join(kind, timeout)

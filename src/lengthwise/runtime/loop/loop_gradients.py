@@ -1,5 +1,7 @@
 """The gradients of a step as its loop sees them: shown between passes, and checked for changes by hand."""
 
+import logging
+
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
@@ -7,6 +9,8 @@ from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.state.absent_parameter import gradient_is_sent
 from lengthwise.runtime.state.lent_gradient import LentGradients
 from lengthwise.runtime.state.sharded import ShardedState
+
+_log = logging.getLogger("lengthwise")
 
 
 class LoopGradients:
@@ -16,6 +20,30 @@ class LoopGradients:
         self._state = state if isinstance(state, ShardedState) else None
         self._lent = LentGradients({} if self._state is None else self._state.named, self._lend)
         self._version, self._has_any = 0, False
+        self._ended: tuple[Tensor, int] | None = None
+        """The gradients when the last step ended, and their version."""
+
+    def end(self) -> None:
+        """Note that a step has ended: what is added from now on is of no step."""
+        self._ended = None if self._state is None else (self._state.gradients, self._state.gradient_version)
+
+    def forget_left(self, step: int) -> None:
+        """Forget gradients that a backward left before a step began, such as one in ``run.plain()``, and say so."""
+        if (state := self._state) is None or self._is_as_ended(state):
+            return
+        self.hide()
+        if not (self._detached(state) or state.gradients.any()):
+            return
+        state.discard_gradient()
+        _log.warning(
+            "step %d: gradients of a backward before it are no part of it, and are cleared; end such a backward with "
+            "model.zero_grad()", step,
+        )  # fmt: skip
+
+    def _is_as_ended(self, state: ShardedState) -> bool:
+        if self._ended is None or self._ended[0] is not state.gradients:
+            return False
+        return self._ended[1] == state.gradient_version and not self._detached(state)
 
     def begin(self) -> None:
         """Begin a step: until it has gradients, what ``zero_grad()`` does changes nothing."""

@@ -301,7 +301,7 @@ class Run(WatchedModel):
     def finish(self, step: Step) -> None:
         """Record a step that is done and go on to the next; every rank calls this."""
         self.world.offload.release()
-        self.note_recompiles(step.number)
+        self.end_update(step.number)
         is_skipped = step.is_skipped or bool(step.result and step.result.is_skipped)
         self.ledger.count(step.plan, self.collator, is_skipped=is_skipped)
         self.wrapped_model.next_step = self.next_step = self.next_step + 1

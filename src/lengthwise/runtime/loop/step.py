@@ -283,7 +283,7 @@ class Step:
             )
         self.is_over = True
         run, state = self.run, self.run.state
-        lr, fault = learning_rate_of(run.lr, self.number, self.plan.lr_factor)
+        lr, fault = learning_rate_of(run.lr, self.number, self.plan.lr_factor, state.optimizer)
         run.push_rest()
         reports = self._report_update(lr, fault)
         if any(pipeline >= 0 for pipeline in reports.column(2)):

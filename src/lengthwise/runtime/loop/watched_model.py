@@ -180,8 +180,14 @@ class WatchedModel(PreparedModel):
             )
         return self.state
 
-    def note_recompiles(self, step: int) -> None:
-        """Count the graphs that this rank compiled in a step, and log their number if there are any."""
+    def begin_update(self) -> None:
+        """Begin a step, of which gradients that were left before it are no part."""
+        self.gradients.forget_left(self.next_step)
+        super().begin_update()
+
+    def end_update(self, step: int) -> None:
+        """End a step: note its gradients, and count and log the graphs that this rank compiled in it, if any."""
+        self.gradients.end()
         compiled = self.wrapped_model.compiled
         self.num_recompiles = 0 if compiled is None else compiled.recompiles()
         if self.num_recompiles:

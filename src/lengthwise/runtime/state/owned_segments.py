@@ -13,7 +13,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layout import Interval
 from lengthwise.core.wording import counted
 from lengthwise.runtime.state.optimizer import make_optimizer
-from lengthwise.runtime.state.parameter_groups import set_learning_rate
+from lengthwise.runtime.state.parameter_groups import note_rates, set_learning_rate
 from lengthwise.runtime.state.table import ParameterTable
 
 
@@ -226,6 +226,7 @@ class OwnedSegments:
                     raise self._without_gradient(error, left_out) from error
             else:
                 yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
+        note_rates(self.optimizer)
 
     def _without_gradient(self, error: Exception, left_out: Collection[str]) -> InputError:
         """The error to raise where an optimizer of the user's fails with ``error``."""

@@ -13,7 +13,9 @@ import torch
 
 ORIGIN = "lengthwise"
 """The key of a group's :class:`GroupOrigin`, beside its parameters and constants."""
-_NO_STATE = ("params", "lr", ORIGIN)
+_LAST_RATE = "lengthwise_lr"
+"""The key of the rate that a group had after the last update."""
+_NO_STATE = ("params", "lr", ORIGIN, _LAST_RATE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,9 @@ class GroupOrigin:
 def note_origins(optimizer: torch.optim.Optimizer, base_lr: float | None) -> None:
     """Note in each group of a new optimizer what it is now."""
     for position, group in enumerate(optimizer.param_groups):
-        lr = None if group.get("lr") is None else float(group["lr"])
+        lr = _rate_of(group)
         group[ORIGIN] = GroupOrigin(position=position, lr=lr, base_lr=base_lr, values=plain_values(group))
+    note_rates(optimizer)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -48,6 +51,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         origin: GroupOrigin | None = group.get(ORIGIN)
         group["lr"] = lr if origin is None else origin.rate_at(lr)
+
+
+def note_rates(optimizer: torch.optim.Optimizer | None) -> None:
+    """Note the rate of each group of a user's optimizer, after an update."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if group.get(ORIGIN) is not None:
+            group[_LAST_RATE] = _rate_of(group)
+
+
+def changed_rate(optimizer: torch.optim.Optimizer | None) -> str:
+    """What a loop, or its scheduler, did to the rate of a group since the last update; an empty string: nothing."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        if _LAST_RATE in group and group[_LAST_RATE] != (rate := _rate_of(group)):
+            return (
+                f"lr of a parameter group of optimizer= was set to {rate}, and each step sets it, by lr= of prepare; "
+                "leave that out, or give the schedule as lr=function of the number of the step, from 0 (groups keep "
+                "the ratios of their rates)"
+            )
+    return ""
+
+
+def _rate_of(group: Mapping[str, Any]) -> float | None:
+    return None if group.get("lr") is None else float(group["lr"])
 
 
 def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
 
     Every rank calls this, with the same outcome. A model that fails with some labels left out is not judged by it.
     """
-    if not _takes_ignored(run):
+    if not takes_ignored(run):
         return
     lengths, dtype = traced_lengths(run.collator)[:1], run.state.compute_dtype
     with noise_free(run), synthetic(run, lengths), torch.no_grad():
@@ -89,7 +89,7 @@ def _loss_of_labels(
     return rows[0][0], int(rows[0][1])
 
 
-def _takes_ignored(run: PreparedModel) -> bool:
+def takes_ignored(run: PreparedModel) -> bool:
     """Whether the model is given labels that are ignored anyway, by the plan's objective or by the corpus."""
     collator, structure = run.collator, run.wrapped_model.structure
     if collator.has_all_targets:

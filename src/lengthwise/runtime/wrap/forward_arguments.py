@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
 
@@ -24,6 +26,18 @@ def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], nu
         raise InputError(
             f"{name} was called with {tokens.numel():,} tokens in a micro-batch of which this rank has {num_slots:,}: "
             "there it computes micro_batch.inputs; call it with other tokens in `with run.plain():`"
+        )
+
+
+def check_constant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``InputError`` if a frozen model is to pass a gradient on to what it is called with."""
+    if torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in pytree.tree_leaves((args, kwargs))
+    ):
+        raise InputError(
+            f"{name} is frozen and was called with a tensor that has a gradient, and it would pass none on: frozen "
+            "models compute without gradients. Call it with detached tensors, or make it a part of the trained model, "
+            "with weights that need no gradient (requires_grad_(False)), called in its forward"
         )
 
 

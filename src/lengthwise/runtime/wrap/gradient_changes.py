@@ -37,6 +37,12 @@ def is_ours(hook: Callable[..., object]) -> bool:
     return (getattr(function, "__module__", None) or "").startswith("lengthwise.")
 
 
+def has_hook_after_accumulation(parameter: Tensor, *, of_library: bool = False) -> bool:
+    """Whether a hook of others, or of this library, runs when the gradient of a parameter has been added up."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(is_ours(hook) is of_library for hook in hooks.values())
+
+
 def graph_of(tensor: Tensor) -> Iterator[Any]:
     """The nodes of the autograd graph that made a tensor, each once."""
     seen, waiting = set[Any](), [tensor.grad_fn]

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.gradient_changes import is_ours
+from lengthwise.runtime.wrap.gradient_changes import has_hook_after_accumulation, is_ours
 
 Hook = Callable[..., Any]
 MOST_TRIED = 1 << 26
@@ -59,6 +59,7 @@ class LateChanges:
             self._check_forwards()
         if RemovableHandle.next_id != self._num_registered:
             self._num_registered = RemovableHandle.next_id
+            self._check_after_accumulation()
             for watched, every in ((self._watched, self._hooks), (self._watched_gradient, self._on_gradients)):
                 for name, hooks, key in list(every()):
                     if id(hooks[key]) not in self._compared and not is_ours(hooks[key]):
@@ -95,6 +96,15 @@ class LateChanges:
                 raise InputError(
                     f"the forward of {name or type(module).__name__} was replaced after prepare, and packs were "
                     "compared with the model as it was; replace it before prepare, or prepare again"
+                )
+
+    def _check_after_accumulation(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if has_hook_after_accumulation(parameter):
+                raise InputError(
+                    f"{name} has a hook that runs after its gradient was accumulated, registered after prepare, and "
+                    "here that is once for each micro-batch, on a part of the step's gradient; remove it "
+                    "(register_post_accumulate_grad_hook)"
                 )
 
     def _on_gradients(self) -> Iterator[tuple[str, dict[int, Hook], int]]:

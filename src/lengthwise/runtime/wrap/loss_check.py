@@ -62,6 +62,7 @@ class LossCheck:
         Raises:
             CheckError: it is another one.
         """
+        _check_labels(wrapped_model, micro_batch)
         signature = signature_of(loss)
         passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
         _check_targets(loss, micro_batch, passes)
@@ -93,6 +94,17 @@ class LossCheck:
             "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
             "values, over='tokens')); or say what another loss is a mean over, on this rank: "
             "step.backward(loss, mean_over='targets')"
+        )
+
+
+def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
+    """Raise ``CheckError`` if a label counts as a target that the checked loss leaves out."""
+    label = micro_batch.label_among(wrapped_model.ignored_labels)
+    if label is not None:
+        raise CheckError(
+            f"a token has the label {label}, which the loss of {type(wrapped_model.model).__name__} leaves out "
+            f"(ignore_index={label} of cross_entropy), and which counts as a target of the step; say so: prepare(..., "
+            f"ignore_index={label})"
         )
 
 

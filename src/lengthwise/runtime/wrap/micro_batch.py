@@ -1,6 +1,6 @@
 """What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
@@ -34,6 +34,8 @@ class MicroBatch:
     ) -> None:
         self.shard, self.pack = shard, pack
         self._collator, self._make_inputs = collator, make_inputs
+        self.slot_tokens, self.ignore_index = collator.slot_tokens, collator.ignore_index
+        """The number of tokens in a slot, and the target of a token without a loss."""
         self.totals = LossTotals(
             targets=max(1, sum(pack.lengths)), slots=sum(collator.lengths(pack)) // collator.slot_tokens,
             sequences=len(collator.members(pack)), units=self._count_units(),
@@ -129,6 +131,10 @@ class MicroBatch:
     def _fed(self) -> tuple[Tensor, Tensor]:
         tokens_T, targets_T = self._laid_out
         return self.own(tokens_T), self.own(targets_T)
+
+    def label_among(self, labels: Collection[int]) -> int | None:
+        """The first of ``labels`` that a token of the pack is to predict; None: none is."""
+        return next((label for label in sorted(labels) if bool((self._laid_out[1] == label).any())), None)
 
     @property
     def targets_by_sequence(self) -> tuple[int, ...]:
@@ -350,16 +356,6 @@ class MicroBatch:
     def _num_members(self) -> int | None:
         units = self._collator.units
         return 1 if units is None or units.are_split else units.num_members
-
-    @property
-    def slot_tokens(self) -> int:
-        """The number of tokens in a slot."""
-        return self._collator.slot_tokens
-
-    @property
-    def ignore_index(self) -> int:
-        """The target of a token without a loss."""
-        return self._collator.ignore_index
 
     @property
     def has_all_targets(self) -> bool:

@@ -23,7 +23,7 @@ from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
-from lengthwise.runtime.wrap.forward_arguments import check_arguments
+from lengthwise.runtime.wrap.forward_arguments import check_arguments, check_constant
 from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
@@ -99,6 +99,8 @@ class WrappedModel:
         self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
         """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
         self._plain, self._outputs, self.rules = 0, OutputStructure(), CallRules()
+        self.ignored_labels = set[int]()
+        """Labels that the loss was seen to leave out, beside those of which it is known."""
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
@@ -309,6 +311,8 @@ class WrappedModel:
         shard = shards.current()
         num_slots = 0 if self.make_inputs is not None else shard.num_slots
         check_arguments(type(self.model).__name__, args, kwargs, num_slots)
+        if self._is_frozen:
+            check_constant(type(self.model).__name__, args, kwargs)
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(forward=len(shard.passes)), autocast_dtype(shard.device)
         if self.late_changes is not None:

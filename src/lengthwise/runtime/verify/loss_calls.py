@@ -1,0 +1,58 @@
+"""What a model's loss does to labels, which few sequences need not show: some it leaves out, or it weighs classes.
+
+A loss is weighed by its targets. Where a function of torch makes it of labels, its arguments say which of them count,
+for labels too that packs are not compared with.
+"""
+
+from inspect import signature
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lengthwise.runtime.models.targets import IGNORE
+
+_LOSSES = {function: signature(function) for function in (F.cross_entropy, F.nll_loss)}
+
+
+class _Call(NamedTuple):
+    target: Tensor
+    ignored: int
+    is_weighted: bool
+    """Whether it is a mean by weights of classes that are not all the same."""
+
+
+class ObserveLossCalls(TorchFunctionMode):
+    """Within, notes calls of losses that take labels of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[_Call] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Note a loss, and call the function."""
+        kwargs = kwargs or {}
+        if (form := _LOSSES.get(func)) is not None:
+            bound = form.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given, weight = bound.arguments, bound.arguments["weight"]
+            if isinstance(given["target"], Tensor) and not given["target"].is_floating_point():
+                is_weighted = given["reduction"] == "mean" and weight is not None and bool((weight != weight[0]).any())
+                self._calls.append(_Call(given["target"].detach().flatten(), given["ignore_index"], is_weighted))
+        return func(*args, **kwargs)
+
+    def of(self, labels: Tensor) -> tuple[set[int], bool]:
+        """The labels that losses of ``labels`` [t] leave out, and whether one of them weighs classes."""
+        calls = [call for call in self._calls if _is_of(call, labels)]
+        return {call.ignored for call in calls}, any(call.is_weighted for call in calls)
+
+
+def _is_of(call: _Call, labels: Tensor) -> bool:
+    """Whether a loss was made of these labels, all of them or all but the last; those that are left out are alike."""
+    target, number = call.target.to(labels.device), call.target.numel()
+    if labels.dim() != 1 or number not in (len(labels), len(labels) - 1):
+        return False
+    counts = labels[:number] != IGNORE
+    return bool(counts.any()) and bool(torch.equal(target[counts], labels[:number][counts]))
