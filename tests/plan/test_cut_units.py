@@ -63,6 +63,13 @@ def test_a_unit_that_no_device_group_holds_is_cut_and_repeats_its_prompt_once():
     assert max(cut.batch.lengths) <= 200
 
 
+def test_a_planner_of_ones_own_plans_units_that_are_whole():
+    trees = [group(900, [50] * 8)]
+    cut, planner, batch = planned(trees, capacity=2000)
+    own = plan_with_cuts(lambda batch: planner(batch), batch, trees.__getitem__)
+    assert own.plan.digest == planner(batch).digest and own.batch is batch and not own.parts
+
+
 def test_a_unit_of_which_one_sequence_fits_nowhere_is_refused():
     with pytest.raises(InfeasibleError, match="sequence 0"):
         planned([group(100, [160, 50])], capacity=50)

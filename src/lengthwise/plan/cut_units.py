@@ -53,10 +53,13 @@ class StepPlanner(Protocol):
 def plan_with_cuts(planner: StepPlanner, batch: GlobalBatch, tree_of: TreeOf) -> CutPlan:
     """Plan a batch of units, some of them in parts where they do not fit whole or the step is faster for it.
 
+    A planner of one's own, that is any function from a batch to its plan, gets it whole.
+
     Raises:
         InfeasibleError: a single sequence of a unit fits on no group of devices.
     """
-    problem = planner.problem
+    if (problem := getattr(planner, "problem", None)) is None:
+        return CutPlan(plan=planner(batch), batch=batch)
     reach = problem.leanest.max_tokens
     too_long = {unit: reach for unit, length in zip(batch.ids, batch.lengths) if length > reach}
     needed = _planned(planner, batch, _cut(too_long, tree_of), tree_of)

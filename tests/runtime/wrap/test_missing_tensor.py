@@ -76,6 +76,15 @@ def test_what_a_loop_does_to_gradients_of_them_does_nothing():
     assert loss.requires_grad and loss.grad is None and loss.is_cpu
 
 
+def test_gradients_of_them_are_missing_and_numbers_are_no_rows():
+    weight, loss = torch.ones(2, 3, requires_grad=True), MissingTensor(dtype=torch.float64)
+    gradient, of_loss = torch.autograd.grad(loss, [weight, loss], create_graph=True)
+    assert isinstance(gradient, MissingTensor) and gradient.shape == (2, 3) and math.isnan(of_loss.item())
+    with pytest.raises(TypeError, match="0-d"):
+        list(loss)
+    assert len(list(MissingTensor(2, 3))) == 2
+
+
 def test_sums_that_they_are_added_to_are_nan_and_counts_stay():
     loss, total, count, both = MissingTensor(), torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(2)
     total += loss

@@ -87,6 +87,8 @@ class MissingTensor(Tensor):
         return float(self._number)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.dim():
+            raise TypeError("iteration over a 0-d tensor")
         return iter(self.unbind(0))
 
     def __format__(self, spec: str) -> str:
@@ -110,6 +112,9 @@ class MissingTensor(Tensor):
             return _fill(first, name, args)
         if isinstance(first, cls) and (name in UNMOVED or name == "__setitem__"):
             return first
+        if func is torch.autograd.grad:
+            inputs = pytree.tree_leaves(args[1] if len(args) > 1 else kwargs["inputs"])
+            return tuple([cls(*value.shape, dtype=value.dtype, device=value.device) for value in inputs])
         missing = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         where = _moved_to(name, args, kwargs) or missing[0]._where
         if name in MOVES:
