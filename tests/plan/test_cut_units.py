@@ -65,7 +65,7 @@ def test_a_unit_that_no_device_group_holds_is_cut_and_repeats_its_prompt_once():
 
 def test_a_planner_of_ones_own_plans_units_that_are_whole():
     trees = [group(900, [50] * 8)]
-    cut, planner, batch = planned(trees, capacity=2000)
+    _, planner, batch = planned(trees, capacity=2000)
     own = plan_with_cuts(lambda batch: planner(batch), batch, trees.__getitem__)
     assert own.plan.digest == planner(batch).digest and own.batch is batch and not own.parts
 

@@ -2,6 +2,7 @@
 
 import logging
 
+import torch
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
@@ -20,30 +21,34 @@ class LoopGradients:
         self._state = state if isinstance(state, ShardedState) else None
         self._lent = LentGradients({} if self._state is None else self._state.named, self._lend)
         self._version, self._has_any = 0, False
-        self._ended: tuple[Tensor, int] | None = None
+        self._has_warned, self._ended = False, (torch.empty(0), -1)
         """The gradients when the last step ended, and their version."""
 
     def end(self) -> None:
         """Note that a step has ended: what is added from now on is of no step."""
-        self._ended = None if self._state is None else (self._state.gradients, self._state.gradient_version)
+        if self._state is not None:
+            self._ended = self._state.gradients, self._state.gradient_version
 
     def forget_left(self, step: int) -> None:
         """Forget gradients that a backward left before a step began, such as one in ``run.plain()``, and say so."""
-        if (state := self._state) is None or self._is_as_ended(state):
+        if (state := self._state) is None:
             return
         self.hide()
-        if not (self._detached(state) or state.gradients.any()):
+        names = list(state.named)
+        given = {name: value for name, value in zip(names, state.gradients_of(names)) if value is not None}
+        views = {} if state.has_gradients_elsewhere else state.gradient_views
+        is_as_ended = self._ended[0] is state.gradients and self._ended[1] == state.gradient_version
+        if is_as_ended and all(value is views.get(name) for name, value in given.items()):
             return
+        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, given.values()))
+        self._detached(state)
         state.discard_gradient()
-        _log.warning(
-            "step %d: gradients of a backward before it are no part of it, and are cleared; end such a backward with "
-            "model.zero_grad()", step,
-        )  # fmt: skip
-
-    def _is_as_ended(self, state: ShardedState) -> bool:
-        if self._ended is None or self._ended[0] is not state.gradients:
-            return False
-        return self._ended[1] == state.gradient_version and not self._detached(state)
+        if are_left and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "step %d: gradients of a backward before it are no part of it, here and in later steps, and are "
+                "cleared; end such a backward with model.zero_grad()", step,
+            )  # fmt: skip
 
     def begin(self) -> None:
         """Begin a step: until it has gradients, what ``zero_grad()`` does changes nothing."""

@@ -66,8 +66,8 @@ def changed_rate(optimizer: torch.optim.Optimizer | None) -> str:
         if _LAST_RATE in group and group[_LAST_RATE] != (rate := _rate_of(group)):
             return (
                 f"lr of a parameter group of optimizer= was set to {rate}, and each step sets it, by lr= of prepare; "
-                "leave that out, or give the schedule as lr=function of the number of the step, from 0 (groups keep "
-                "the ratios of their rates)"
+                "leave that out, or give the schedule as lr=function of the number of the step, from 0, and the "
+                "optimizer none (groups keep the ratios of their rates)"
             )
     return ""
 

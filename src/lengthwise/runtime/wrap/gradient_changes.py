@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_of_all
 from torch.overrides import TorchFunctionMode
@@ -39,7 +40,8 @@ def is_ours(hook: Callable[..., object]) -> bool:
 
 def has_hook_after_accumulation(parameter: Tensor, *, of_library: bool = False) -> bool:
     """Whether a hook of others, or of this library, runs when the gradient of a parameter has been added up."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    with torch._C.DisableTorchFunctionSubclass():  # weights that are elsewhere have hooks, too
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return any(is_ours(hook) is of_library for hook in hooks.values())
 
 

@@ -1,0 +1,170 @@
+"""What loops do between steps: gradients they leave, rates and hooks they set, models that others train or freeze."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError, InputError
+from tests.session import models
+from tests.session.loops import as_started_by_torchrun, weights_of
+from tests.session.structure_runs import KINDS, OPTIONS, plan_of, rows
+from tests.session.test_prepare import assert_equal_weights
+
+LEFT = "gradients of a backward before it are no part of it"
+
+
+def probe_nothing(run, model):
+    pass
+
+
+def probe_and_leave(run, model):
+    with run.plain():
+        model(torch.arange(7)[None])[0].square().mean().backward()
+
+
+def probe_and_clear(run, model):
+    probe_and_leave(run, model)
+    model.zero_grad()
+
+
+def clear_and_probe(run, model):
+    model.zero_grad()
+    probe_and_leave(run, model)
+
+
+def probe_to_zero(run, model):
+    probe_and_leave(run, model)
+    model.zero_grad(set_to_none=False)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def train(probes, kinds, **options):
+    """By probe and kind of plan: the weights after three steps with the probe after each, and how often it is said."""
+    as_started_by_torchrun()
+    logging.getLogger("lengthwise").addHandler(lines := Lines())
+    found = {}
+    for probe in probes:
+        for kind in kinds:
+            lines.said.clear()
+            run = lw.prepare(model := models.gpt(), rows(), steps=3, **OPTIONS | options)
+            run.planner = partial(plan_of, kind, 3, run.world.size, run.can_recompute)
+            for step in run.steps():
+                for micro_batch in step:
+                    step.backward(model(**micro_batch.inputs)[1])
+                step.update()
+                probe(run, model)
+            run.close()
+            found[probe.__name__, kind] = weights_of(model), sum(LEFT in line for line in lines.said)
+    logging.getLogger("lengthwise").removeHandler(lines)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "by-layer"}, {"offload_state": "host"}], ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_that_a_loop_leaves_between_steps_are_no_part_of_the_next(ranks, size, options):
+    probes = (probe_nothing, probe_and_leave, probe_and_clear, clear_and_probe, probe_to_zero)
+    if options:
+        probes = probes[:2]
+    kinds = KINDS if size > 1 and not options else ("alone",)
+    found = ranks(size).run(partial(train, probes, kinds, **options))[0]
+    for (probe, kind), (weights, num_lines) in found.items():
+        assert_equal_weights(weights, found["probe_nothing", kind][0])
+        if not options:
+            assert num_lines == (1 if probe in ("probe_and_leave", "clear_and_probe") else 0), (probe, kind)
+
+
+def prepared(model=None, **options):
+    model = models.gpt() if model is None else model
+    settings = OPTIONS | {"steps": 3} | options
+    if "optimizer" in options:
+        del settings["lr"]
+    return lw.prepare(model, rows(), **settings), model
+
+
+def compute(run, model, step, loss_of=lambda model, micro_batch: model(**micro_batch.inputs)[1]):
+    for micro_batch in step:
+        step.backward(loss_of(model, micro_batch))
+    return step.update()
+
+
+def set_by_hand(optimizer):
+    optimizer.param_groups[0]["lr"] = 0.05
+
+
+def set_by_schedule(optimizer):
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("change", [set_by_hand, set_by_schedule])
+def test_a_rate_that_a_loop_sets_on_its_own_optimizer_is_refused_and_not_overwritten(change):
+    made = []
+
+    def optimizer(groups):
+        made.append(torch.optim.SGD(groups, lr=0.1))
+        return made[-1]
+
+    run, model = prepared(optimizer=optimizer)
+    assert compute(run, model, next(run.steps())).lr == compute(run, model, next(run.steps())).lr == 0.1
+    change(made[-1])
+    with pytest.raises(
+        CheckError, match=r"lr of a parameter group of optimizer= was set to 0\.0.*give the schedule as lr="
+    ):
+        compute(run, model, next(run.steps()))
+    run.close()
+
+
+def test_a_hook_that_comes_after_prepare_and_sees_parts_of_gradients_is_refused():
+    run, model = prepared()
+    compute(run, model, next(run.steps()))
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+    with pytest.raises(InputError, match=r"head\.weight has a hook that runs after its gradient was accumulated"):
+        compute(run, model, next(run.steps()))
+    run.close()
+
+
+def test_weights_that_another_run_trains_are_refused_in_words():
+    run, model = prepared()
+    other = models.gpt(seed=1)
+    other.tokens = model.tokens
+    with pytest.raises(InputError, match=r"another run trains its tokens\.weight.*run\.close\(\)"):
+        prepared(other)
+    run.close()
+    prepared(other)[0].close()
+
+
+class Critic(models.GPT):
+    """A score of each token, of tokens or of what stands in for their embeddings."""
+
+    def forward(self, idx=None, inputs_embeds=None):
+        x = self.tokens(idx) if inputs_embeds is None else inputs_embeds
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).logsumexp(-1)
+
+
+def test_a_frozen_model_that_is_to_pass_a_gradient_on_is_refused():
+    torch.manual_seed(1)
+    critic = Critic().double()
+    run, model = prepared(frozen=[critic])
+
+    def loss(model, micro_batch, *, detached):
+        logits, loss = model(**micro_batch.inputs)
+        hidden = logits.softmax(-1) @ critic.tokens.weight
+        return loss + 0 * critic(inputs_embeds=hidden.detach() if detached else hidden).sum()
+
+    compute(run, model, next(run.steps()), partial(loss, detached=True))
+    with pytest.raises(InputError, match="Critic is frozen and was called with a tensor that has a gradient"):
+        compute(run, model, next(run.steps()), partial(loss, detached=False))
+    run.close()
