@@ -312,7 +312,14 @@ def kept_in(path, changes: list[dict[str, object]]) -> list[tuple[bool, str]]:  
 
 def test_a_profile_is_measured_again_only_where_it_is_of_something_else(ranks, tmp_path):
     path = tmp_path / "cache" / "gpt.json"
-    changes = [{}, {}, {"longest": 32}, {"dropout": 0.2}, {"dropout": 0.2, "degrees": [1, 2]}, {"longest": 128}]
+    changes = [
+        {},
+        {"longest": 70},
+        {"longest": 32},
+        {"dropout": 0.2},
+        {"dropout": 0.2, "degrees": [1, 2]},
+        {"longest": 128},
+    ]
     changes.insert(5, {**changes[4], "methods": (Method.RING,)})
     one, other = ranks(2).run(kept_in, path, changes)
     assert [found for found, *_ in one] == [False, True, True, False, False, False, False]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,8 @@ from lengthwise.runtime.profile.measure import device_name
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
 _log = logging.getLogger("lengthwise")
+NEARLY = 0.9
+"""The part of the longest length that a saved profile has to reach: so far beyond it a fit holds."""
 _PACKAGES = ("torch", "transformers", "lengthwise")
 
 
@@ -83,7 +86,7 @@ def find_table(
         raise InputError(document)
     if document is not None:
         return LayerTable.of_document(document), True
-    table = make()
+    table = replace(make(), identity=identity)  # as it was looked for: forwards may write to a model's config
     if run.world.is_first:
         keep_table(table, path)
     return table, False
@@ -112,7 +115,7 @@ def _read(path: Path, identity: Identity, longest: int, shared: Sequence[tuple[i
     except InputError as error:
         return str(error)
     differences = identity.differences(table.identity)
-    if table.longest < longest:
+    if table.longest < NEARLY * longest:
         differences.append(f"sequences of up to {table.longest:,} tokens instead of {longest:,}")
     if missing := sorted({degree for degree, _ in shared} - set(table.degrees)):
         differences.append(f"no degree {', '.join(map(str, missing))}")

@@ -59,6 +59,8 @@ class MemoryResult:
 
     num_bytes: int
     """Peak bytes: the allocator's peak on a GPU, what the forward saves on a CPU."""
+    numbers: tuple[int, ...]
+    """The numbers of the layers that were computed: a model may drop some of them at random."""
     layers: tuple[int, ...]
     """Bytes that the forward of each computed layer saved."""
     inputs: tuple[int, ...]
@@ -109,6 +111,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
     computed = sorted(run.wrapped_model.layers.computed or counter.kept_bytes)
     result = MemoryResult(
         num_bytes=num_bytes,
+        numbers=tuple(computed),
         layers=tuple(counter.kept_bytes.get(layer, 0) for layer in computed),
         inputs=tuple(counter.input_bytes(layer) for layer in computed),
         attention=tuple(counter.attention_bytes.get(layer, 0) for layer in computed),

@@ -110,6 +110,6 @@ def _held(run: PreparedModel, trial: Trial) -> tuple[int, tuple[AttentionExchang
     if run.world.device.type == "cuda" or not any(trial.recompute):
         return result.num_bytes, result.attended
     plain = measure_memory(run, replace(trial, recompute=()))
-    layers = zip(plain.layers, plain.inputs, trial.recompute, strict=True)
-    alive = max(kept_bytes - inputs for kept_bytes, inputs, is_recomputed in layers if is_recomputed)
-    return result.num_bytes + alive, result.attended
+    layers = zip(plain.numbers, plain.layers, plain.inputs, strict=True)
+    alive = [kept_bytes - inputs for number, kept_bytes, inputs in layers if trial.recompute[number]]
+    return result.num_bytes + max(alive, default=0), result.attended
