@@ -168,3 +168,44 @@ def test_a_frozen_model_that_is_to_pass_a_gradient_on_is_refused():
     with pytest.raises(InputError, match="Critic is frozen and was called with a tensor that has a gradient"):
         compute(run, model, next(run.steps()), partial(loss, detached=False))
     run.close()
+
+
+def test_a_run_is_closed_at_the_end_of_a_with_statement():
+    run, model = prepared()
+    with run as entered:
+        assert entered is run
+        compute(run, model, next(run.steps()))
+    with pytest.raises(CheckError, match=r"after run\.close\(\)"):
+        next(run.steps())
+
+
+def test_a_rate_may_be_set_as_a_number_and_no_limit_of_the_norm_is_none():
+    for clip_norm in (None, float("inf"), 0):
+        run, model = prepared(clip_norm=clip_norm)
+        assert run.clip_norm == 0
+        run.lr = 0.25
+        assert compute(run, model, next(run.steps())).lr == 0.25
+        run.close()
+
+
+def test_attention_weights_and_losses_that_a_forward_did_not_make_are_said_to_be_missing():
+    run, model = prepared()
+    step = next(run.steps())
+    for micro_batch in step:
+        with pytest.raises(InputError, match=r"output_attentions=True.*run\.plain\(\)"):
+            model(micro_batch.inputs["idx"], output_attentions=True)
+        logits, _ = model(micro_batch.inputs["idx"])
+        with pytest.raises(
+            CheckError, match=r"of a forward that made none, such as one without labels.*mean_over='targets'"
+        ):
+            step.backward(logits.square().mean())
+        break
+    run.close()
+
+
+def test_what_torch_compile_makes_of_a_prepared_model_is_refused_with_the_way_to_compile():
+    run, model = prepared()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(InputError, match=r"leave torch\.compile out.*compile=True"):
+        compute(run, compiled, next(run.steps()))
+    run.close()

@@ -1,5 +1,6 @@
 """Limits and defaults that settings and the code behind them share."""
 
+import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -41,3 +42,6 @@ NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LrFactor = Annotated[float, Field(ge=0, le=MAX_LR_FACTOR)]
 LearningRate = Annotated[float, Field(gt=0, le=1000)]
+ClipNorm = Annotated[
+    float, Field(ge=0, le=1e9), BeforeValidator(lambda norm: 0.0 if norm is None or norm == math.inf else norm)
+]

@@ -20,7 +20,7 @@ from lengthwise.config.choices import (
 )
 from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
-from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.optimizer_settings import STATE, OptimizerSettings
 from lengthwise.config.shared_settings import (
     BatchSettings,
     MemorySetting,
@@ -194,7 +194,12 @@ class PrepareOptions(
                 f"{name} is made already, of whole parameters, and ranks update shares of them; give what makes it: "
                 f"its class, or functools.partial({name}, ...) with its constants"
             )
-        return optimizer
+        if isinstance(optimizer, str) and optimizer.lower() not in STATE:
+            raise ValueError(
+                f"{optimizer!r} is none by name ({nearest(optimizer, STATE)}); give what makes it, such as "
+                "torch.optim.Adam"
+            )
+        return optimizer.lower() if isinstance(optimizer, str) else optimizer
 
     @field_validator("lr", mode="before")
     @classmethod

@@ -19,7 +19,16 @@ from lengthwise.config.choices import (
     StatePlace,
     ZeroBubbleName,
 )
-from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
+from lengthwise.config.limits import (
+    MAX_TEXT,
+    MOST_BLOCKS,
+    WINDOW,
+    ClipNorm,
+    LrFactor,
+    NumDevices,
+    NumSequences,
+    NumTokens,
+)
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.wording import parse_tokens
 
@@ -182,8 +191,8 @@ class UpdateSettings(Settings):
     weight_decay: float = Field(default=0.1, ge=0, le=1000)
     """Decoupled weight decay of matrices; norms and biases never decay. Left out, an optimizer that a class or function
     makes in `prepare` decays as it says."""
-    clip_norm: float = Field(default=1.0, ge=0, le=1e9)
-    """The limit that the global gradient norm is clipped to; 0: gradients are not clipped."""
+    clip_norm: ClipNorm = 1.0
+    """The limit that the global gradient norm is clipped to; 0, none and inf: gradients are not clipped."""
     lr_scaling: LrRule = "none"
     """How the learning rate follows the size of each step's batch."""
     lr_scaling_by: BatchSize = "tokens"

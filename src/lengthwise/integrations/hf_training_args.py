@@ -18,11 +18,9 @@ _REASONS = {
     "fsdp_config": "the optimizer's state is sharded over the ranks already, and weights are whole",
     "torch_compile_mode": "layers are compiled in the backend's default mode",
     "neftune_noise_alpha": "its noise is drawn by each rank for itself, and ranks share sequences",
-    "auto_find_batch_size": "micro-batches are planned to fit",
-    "torch_empty_cache_steps": "memory is planned",
     "ignore_data_skip": "a resumed run computes every sequence once",
-    "average_tokens_across_devices": "every target weighs the same, whatever rank computes it",
-    "dataloader_drop_last": "an epoch computes every sequence",
+    "average_tokens_across_devices": "every target weighs the same, whatever rank computes it; leave it out",
+    "dataloader_drop_last": "an epoch computes every sequence; leave it out, or drop rows of the dataset yourself",
     "length_column_name": "batches are not grouped by length: steps are planned by it",
     "use_cache": "sequences of a pack would mix through it",
     "optim_args": "no argument of it is known here",
@@ -30,11 +28,8 @@ _REASONS = {
     "debug": "its hooks look at whole batches",
     "enable_jit_checkpoint": "it saves what this trainer does not have",
     "parallelism_config": "who shares what is planned at every step",
-    "activation_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
-    "gradient_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
     "packing": "sequences are packed by plan; set packing=False",
     "truncation_mode": "rows are cut at their end; cut them at their start yourself",
-    "activation_offloading": "memory is planned; set activation_offloading=False",
 }
 """Arguments that must be as they are by default."""
 
@@ -134,6 +129,10 @@ _NO_DDP = "there is no DistributedDataParallel: gradients are summed once a step
 _REPLACED = {
     "gradient_checkpointing": "lengthwise={'recompute': 'all'}",
     "activation_checkpointing": "lengthwise={'recompute': 'all'}",
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), "layers are computed again by plan"
+    ),
+    **dict.fromkeys(("auto_find_batch_size", "torch_empty_cache_steps", "activation_offloading"), "memory is planned"),
     "logging_nan_inf_filter": "a loss that is not finite ends the run",
     "accelerator_config": "batches are planned, none is dispatched or split",
     **dict.fromkeys(
@@ -250,7 +249,8 @@ def _of_arguments(args: Any) -> list[str]:
     if _plain(args.optim) not in _OPTIMIZERS:
         known_optimizers = ", ".join(_OPTIMIZERS)
         problems.append(
-            f"optim={_plain(args.optim)!r}: sharded here are {known_optimizers}, and lengthwise={{'optimizer': ...}}"
+            f"optim={_plain(args.optim)!r}: sharded here are {known_optimizers}; others as lengthwise={{'optimizer': "
+            "...}, by name ('adafactor') or what makes them of parameter groups"
         )
     if _plain(args.lr_scheduler_type) in _STATEFUL_SCHEDULES:
         problems.append(
@@ -259,7 +259,7 @@ def _of_arguments(args: Any) -> list[str]:
     if _plain(args.train_sampling_strategy) not in ("random", "sequential"):
         problems.append(
             f"train_sampling_strategy={_plain(args.train_sampling_strategy)!r}: what is learned does not depend on "
-            "lengths; who computes it does"
+            "lengths, and steps are balanced by them; leave it out"
         )
     if (loss_type := getattr(args, "loss_type", None)) not in _LOSSES:
         problems.append(

@@ -12,7 +12,15 @@ from lengthwise.index.packed_rows import sequence_bounds
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS as POSITION_ARGUMENTS
 from lengthwise.runtime.wrap.forward_arguments import TARGETS as TARGET_ARGUMENTS
 from lengthwise.runtime.wrap.forward_arguments import TOKENS as TOKEN_ARGUMENTS
-from lengthwise.session.item_values import ExpectedColumns, ItemRow, as_array, first_leaf, is_mapping, without_padding
+from lengthwise.session.item_values import (
+    ExpectedColumns,
+    ItemRow,
+    as_array,
+    first_leaf,
+    is_mapping,
+    row_advice,
+    without_padding,
+)
 from lengthwise.session.sequence_units import joined, members_of
 
 SPECIAL = "special_tokens_mask"
@@ -144,8 +152,7 @@ class ItemColumns:
             )
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InputError(
-                f"{what} is {tokens.dtype} of shape {tokens.shape}, not a row of token ids; of sequences of "
-                "anything else say how many tokens each element of the first axis is: slot_tokens"
+                f"{what} is {tokens.dtype} of shape {tokens.shape}, not a row of token ids; {row_advice(tokens)}"
             )
         if int(tokens.min()) < 0 or int(tokens.max()) > LARGEST_ID:
             bad = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())

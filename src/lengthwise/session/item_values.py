@@ -95,3 +95,12 @@ def first_leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "USO":
         return first_leaf(value.tolist()) if value.size else None
     return np.float64(0) if isinstance(value, np.ndarray) else value
+
+
+def row_advice(tokens: np.ndarray) -> str:
+    """What to do about an item of such values, which are no row of token ids."""
+    if tokens.ndim == 2 and len(tokens) == 1 and tokens.dtype.kind in "iu":
+        return "it is a batch of one row: give that row, as tokenizer(text)['input_ids'] is without return_tensors"
+    if tokens.ndim == 1 and tokens.dtype.kind == "f" and bool((tokens == np.floor(tokens)).all()):
+        return "its ids are floats: give them as integers"
+    return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"

@@ -172,7 +172,9 @@ class OnlineCalibration(RunPlanner):
             ratio = float(measured / predicted) if predicted else 1.0
             if abs(ratio - 1) > DRIFT and self._measure_again is not None:
                 self._note(
-                    number, f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again", warn=True
+                    number,
+                    f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again",
+                    warn=False,
                 )
                 base, is_changed = self._measure_again(base, degree), True
                 times.pop(degree, None)

@@ -27,6 +27,7 @@ def test_a_rate_is_scaled_and_one_that_is_no_rate_is_a_sentence():
     ):
         rate, problem = learning_rate_of(lr, 3, 1.0)
         assert math.isnan(rate) and named in problem and "lr of step 3" in problem
+    assert learning_rate_of(0.5, 3, 0.25) == (0.125, ""), "a number, as of run.lr = 0.5"
     rate, problem = learning_rate_of(lambda step: 1 / 0, 3, 1.0)
     assert math.isnan(rate) and "failed with ZeroDivisionError" in problem
 

@@ -51,7 +51,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     run.inspect.return_value = given.get("problem", ""), 77, True
     run.gradients.problem.return_value = given.get("gradient_problem", "")
     run.state.global_norm.return_value = (given.get("norm", 2.0), None)
-    run.state.loss_scaler = given.get("loss_scaler")
+    run.state.loss_scaler, run.state.optimizer = given.get("loss_scaler"), None
     clock = SimpleNamespace(span=lambda kind, name: nullcontext())
     step = Step(run, plan, clock, attempt=0)
     for position in range(len(step._own)):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.wording import counted
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison, columns, headline, outlook, row
 from lengthwise.report.pages.sweep_results import sweep_columns, sweep_rows
@@ -30,7 +31,7 @@ def compare_with_progress(
         task = bar.add_task("plan", total=len(points) * len(contest.policies) * contest.num_steps)
 
         def show(cluster: ClusterSpec, policy: str, num_done: int) -> None:
-            bar.update(task, advance=num_done, description=f"{cluster.num_devices} devices, {policy}")
+            bar.update(task, advance=num_done, description=f"{counted(cluster.num_devices, 'device')}, {policy}")
 
         return compare_points(contest, points, with_steps=with_steps, on_step=show)
 

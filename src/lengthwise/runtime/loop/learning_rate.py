@@ -9,7 +9,7 @@ from lengthwise.runtime.state.parameter_groups import changed_rate
 
 
 def learning_rate_of(
-    lr: Callable[[int], float], step: int, factor: float, optimizer: torch.optim.Optimizer | None
+    lr: Callable[[int], float] | float, step: int, factor: float, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[float, str]:
     """Return the rate times ``factor`` and an empty string, or NaN and why there is none.
 
@@ -19,7 +19,7 @@ def learning_rate_of(
     """
     way_out = "give one number from 0, the same on every rank, for each step"
     try:
-        rate = float(lr(step))
+        rate = float(lr(step) if callable(lr) else lr)
     except Exception as error:
         return math.nan, f"lr of step {step} failed with {type(error).__name__}: {error}; {way_out}"
     if not math.isfinite(rate) or rate < 0.0:

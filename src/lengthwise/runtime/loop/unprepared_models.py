@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 _MIXING = (
@@ -59,6 +60,11 @@ class UnpreparedModels:
         if module in self._allowed or self._wrapped_model.is_plain:
             return
         if not any(module is part for model in self._prepared() for part in model.modules()) and may_mix_tokens(module):
+            if is_compiled(module) and module._orig_mod is self._wrapped_model.model:
+                raise InputError(
+                    "what torch.compile made of the prepared model was called in a micro-batch; leave torch.compile "
+                    "out, call the model, and let prepare(..., compile=True) compile its layers"
+                )
             raise InputError(
                 f"{type(module).__name__} was called in a micro-batch, whose tokens are a share of several sequences, "
                 "but is not prepared: give a frozen teacher or reference model as prepare(..., frozen=[model]) or "

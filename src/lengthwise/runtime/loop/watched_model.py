@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Self
 
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
@@ -58,6 +59,13 @@ class WatchedModel(PreparedModel):
         """Why the step comes again."""
         self.num_recompiles = 0
         """Graphs that this rank compiled in the last step; those of the check before the run are not counted."""
+
+    def __enter__(self) -> Self:
+        """Return the run, which is closed where the ``with`` statement ends."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def check_plan(self, plan: StepPlan, *, stage_problem: str, is_coupled: bool) -> None:
         """Raise ``InputError`` unless a plan suits the model and the ranks; they all have the same plan.

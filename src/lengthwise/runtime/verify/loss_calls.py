@@ -4,6 +4,7 @@ A loss is weighed by its targets. Where a function of torch makes it of labels, 
 for labels too that packs are not compared with.
 """
 
+from collections.abc import Callable
 from inspect import signature
 from typing import NamedTuple
 
@@ -43,9 +44,12 @@ class ObserveLossCalls(TorchFunctionMode):
                 self._calls.append(_Call(given["target"].detach().flatten(), given["ignore_index"], is_weighted))
         return func(*args, **kwargs)
 
-    def of(self, labels: Tensor) -> tuple[set[int], bool]:
-        """The labels that losses of ``labels`` [t] leave out, and whether one of them weighs classes."""
-        calls = [call for call in self._calls if _is_of(call, labels)]
+    def of(self, labels: Callable[[], Tensor]) -> tuple[set[int], bool]:
+        """The labels that losses of ``labels`` [t] leave out, and whether one of them weighs classes.
+
+        ``labels`` is not called where nothing was noted.
+        """
+        calls = [call for call in self._calls if _is_of(call, labels())]
         return {call.ignored for call in calls}, any(call.is_weighted for call in calls)
 
 

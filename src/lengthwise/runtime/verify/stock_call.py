@@ -87,7 +87,7 @@ def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> t
             if not (num_targets := run.wrapped_model.targets_of(micro_batch)):
                 return None, 0
             loss = run.wrapped_model.loss_of(output, micro_batch)
-    ignored, weighs_classes = calls.of(micro_batch.labels)
+    ignored, weighs_classes = calls.of(lambda: micro_batch.labels) if micro_batch.slot_tokens == 1 else (set(), False)
     run.wrapped_model.ignored_labels |= ignored - {IGNORE, micro_batch.ignore_index}
     if weighs_classes and run.wrapped_model.by_sequence is not None:
         run.wrapped_model.by_sequence.is_mean = False

@@ -21,6 +21,11 @@ def check_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], nu
     """
     _check_hides_nothing(kwargs.get("attention_mask"))
     _check_keeps_logits(name, kwargs)
+    if kwargs.get("output_attentions"):
+        raise InputError(
+            f"{name} was called with output_attentions=True, and there are no attention weights of a micro-batch, "
+            "where a query's keys may be on several ranks; read them of single sequences in `with run.plain():`"
+        )
     tokens = next((kwargs[key] for key in TOKENS if key in kwargs), args[0] if args else None)
     if num_slots and isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.numel() % num_slots:
         raise InputError(

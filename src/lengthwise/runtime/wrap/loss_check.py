@@ -87,7 +87,13 @@ class LossCheck:
             return
         if micro_batch.num_targets == 0 or not torch.isfinite(loss.detach()):
             return  # a mean over nothing; or the update says what is wrong
-        checked = ", ".join(f"{value:.6g}" for value in expected) or "none"
+        if not expected:
+            raise CheckError(
+                f"step.backward got a loss of {actual:.6g} of a forward that made none, such as one without labels, so "
+                "there is nothing to compare it with; say what it is a mean over, on this rank: step.backward(loss, "
+                "mean_over='targets'); or give the labels to the model, or prepare(..., loss=) the loss"
+            )
+        checked = ", ".join(f"{value:.6g}" for value in expected)
         raise CheckError(
             f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
             f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
