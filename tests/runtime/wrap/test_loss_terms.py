@@ -50,7 +50,7 @@ def test_a_loss_over_no_target_is_compared_with_nothing():
     noted = SimpleNamespace(value=torch.tensor(float("nan")), output=None, is_loss=lambda loss: False)
     shard = SimpleNamespace(passes=[SimpleNamespace(noted=noted, num_other_targets=None)], dtype=None)
     loss = torch.zeros((), requires_grad=True) * 2.0
-    wrapped_model = SimpleNamespace(has_own_loss=False)
+    wrapped_model = SimpleNamespace(has_own_loss=False, ignored_labels=set())
     LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0))
     with pytest.raises(CheckError, match="got a loss of 0"):
         LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=3))

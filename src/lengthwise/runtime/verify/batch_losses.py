@@ -47,7 +47,8 @@ def note_loss_of_batch(run: PreparedModel) -> None:
     with noise_free(run), shown_as(run, lengths), torch.no_grad():
         shown = run.collator
         labels_of = partial(_labels, shown.labels or shown.source.tokens, shown.ignore_index)
-        run.collator = replace(shown, labels=labels_of) if takes_ignored(run) else shown
+        leaves_out = takes_ignored(run) and not run.wrapped_model.labels_sequences
+        run.collator = replace(shown, labels=labels_of) if leaves_out else shown
         try:
             losses = on_every_rank(run, partial(_losses, run, lengths), is_stock=True)
         finally:
@@ -65,9 +66,9 @@ def _slots(collator: PackCollator) -> int:
 
 
 def _labels(labels_of: Callable[[int], np.ndarray], ignored: int, sequence: int, /) -> np.ndarray:
-    """The labels of a sequence; every other one has none in its first half, and so other numbers of targets."""
+    """The last labels of a sequence, of each one more: few of the first, all of the last."""
     labels = np.asarray(labels_of(sequence))
-    is_left_out = (sequence % 2) * (2 * np.arange(len(labels)) < len(labels)) > 0
+    is_left_out = SEQUENCES * np.arange(len(labels)) < len(labels) * (SEQUENCES - 1 - sequence)
     return np.where(is_left_out.reshape(-1, *[1] * (labels.ndim - 1)), ignored, labels)
 
 

@@ -105,8 +105,8 @@ class LossCheck:
 
 def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
     """Raise ``CheckError`` if a label counts as a target that the checked loss leaves out."""
-    label = micro_batch.label_among(wrapped_model.ignored_labels)
-    if label is not None:
+    ignored = wrapped_model.ignored_labels
+    if ignored and (label := micro_batch.label_among(ignored)) is not None:
         raise CheckError(
             f"a token has the label {label}, which the loss of {type(wrapped_model.model).__name__} leaves out "
             f"(ignore_index={label} of cross_entropy), and which counts as a target of the step; say so: prepare(..., "
