@@ -3,9 +3,11 @@
 import logging
 
 import pytest
+import transformers
 from torch.utils.data import IterableDataset
 
-from tests.session import evaluations
+from lengthwise.core.errors import InputError
+from tests.session import evaluations, trainers
 
 EXACT = 1e-12
 SMOOTHED = 1e-6
@@ -67,3 +69,18 @@ def test_a_resume_on_other_ranks_goes_on_with_the_best_loss_only_where_it_can_be
         assert begun == (0, None, 0)
         assert "resumed on 1 ranks from a checkpoint of 2" in said and "begin anew" in said
         assert ("eval_dataset is a stream" if evaluated == "as a stream" else "Own.prediction_step") in said
+
+
+def test_rows_that_no_collator_makes_a_batch_of_are_refused_before_training(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "per_device_eval_batch_size": 4}
+    ragged = [{"input_ids": list(range(1, n)), "labels": list(range(1, n))} for n in (5, 9, 7)]
+    as_rows = {"eval_dataset": ragged, "data_collator": transformers.default_data_collator}
+    with pytest.raises(
+        InputError, match=r"data_collator: it makes no batch of the first rows of eval_dataset \(ValueErr"
+    ):
+        trainers.train(tmp_path, options, **as_rows)
+    with pytest.raises(InputError, match="data_collator: it makes no batch"):
+        trainers.train(tmp_path, options, **as_rows | {"eval_dataset": {"one": ragged[:1], "all": ragged}})
+    one_by_one = options | {"per_device_eval_batch_size": 1}
+    assert trainers.train(tmp_path, one_by_one, **as_rows).state.global_step == 1
+    assert trainers.train(tmp_path, options | {"eval_strategy": "no"}, **as_rows).state.global_step == 1

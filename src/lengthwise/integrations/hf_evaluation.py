@@ -14,7 +14,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from lengthwise.core.errors import first_line
 from lengthwise.integrations.hf_overrides import is_overridden
+from lengthwise.runtime.wrap.preserved_state import preserve_state
 
 try:
     from accelerate.data_loader import BatchSamplerShard  # type: ignore[import-untyped]
@@ -134,4 +136,26 @@ def _rank_dependence(trainer: Any, ours: type) -> str:
     data = trainer.eval_dataset
     if any(isinstance(rows, IterableDataset) for rows in (data.values() if isinstance(data, dict) else [data])):
         return "eval_dataset is a stream"
+    return ""
+
+
+def evaluation_problem(trainer: Any) -> str:
+    """Why the first rows of an evaluation make no batch, which else shows after hours; an empty string if they do."""
+    if str(trainer.args.eval_strategy) in ("no", "IntervalStrategy.NO") or trainer.eval_dataset is None:
+        return ""
+    names = list(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else [None]
+    for name in names:
+        loader = trainer.get_eval_dataloader(name)
+        data = loader.dataset
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            continue
+        try:
+            with preserve_state(trainer.model):  # a collator may draw masks
+                loader.collate_fn([data[row] for row in range(min(len(data), trainer.args.eval_batch_size))])
+        except Exception as error:  # whatever other people's collators raise
+            return (
+                f"data_collator: it makes no batch of the first rows of eval_dataset ({type(error).__name__}: "
+                f"{first_line(error)}); training packs rows and needs none, an evaluation does, such as "
+                "DataCollatorWithPadding(tokenizer)"
+            )
     return ""

@@ -9,6 +9,7 @@ import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lengthwise.core.errors import InputError
+from lengthwise.integrations.hf_evaluation import evaluation_problem
 from lengthwise.integrations.hf_overrides import override_problems
 from lengthwise.integrations.hf_schedule import scheduler_problem
 
@@ -308,8 +309,7 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
     ):
         if getattr(trainer, name, None) is not None:
             problems.append(f"{name}: {reason}")
-    if problem := scheduler_problem(trainer):
-        problems.append(problem)
+    problems += filter(None, (scheduler_problem(trainer), evaluation_problem(trainer)))
     for callback in trainer.callback_handler.callbacks:
         for event, reason in _EVENTS.items():
             if getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event):

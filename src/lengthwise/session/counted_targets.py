@@ -28,4 +28,4 @@ def must_count_targets(prepared: PreparedModel) -> bool:
 def share_ignored_labels(prepared: PreparedModel) -> None:
     """Let every rank know what any has seen a loss leave out; every rank calls this."""
     of_ranks = gather_json(prepared.world, sorted(prepared.wrapped_model.ignored_labels))
-    prepared.wrapped_model.ignored_labels.update(label for of_rank in of_ranks for label in of_rank)
+    prepared.wrapped_model.ignored_labels = frozenset(label for of_rank in of_ranks for label in of_rank)

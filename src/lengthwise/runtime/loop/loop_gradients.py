@@ -35,12 +35,12 @@ class LoopGradients:
             return
         self.hide()
         names = list(state.named)
-        given = {name: value for name, value in zip(names, state.gradients_of(names)) if value is not None}
+        gradients = {name: value for name, value in zip(names, state.gradients_of(names)) if value is not None}
         views = {} if state.has_gradients_elsewhere else state.gradient_views
         is_as_ended = self._ended[0] is state.gradients and self._ended[1] == state.gradient_version
-        if is_as_ended and all(value is views.get(name) for name, value in given.items()):
+        if is_as_ended and all(value is views.get(name) for name, value in gradients.items()):
             return
-        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, given.values()))
+        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, gradients.values()))
         self._detached(state)
         state.discard_gradient()
         if are_left and not self._has_warned:

@@ -25,7 +25,7 @@ from lengthwise.runtime.loop.synthetic_batches import (
 )
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_loss
-from lengthwise.runtime.verify.summed_losses import is_close, takes_ignored
+from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum, is_close, takes_ignored
 from lengthwise.runtime.verify.verdict import on_every_rank
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import active
@@ -35,11 +35,13 @@ SEQUENCES, MOST_SLOTS = 6, 32
 """How many sequences are computed at once, and slots of each at most."""
 
 
-def note_loss_of_batch(run: PreparedModel) -> None:
+def check_loss_of_sequences(run: PreparedModel) -> None:
     """Note of a model that is computed sequence by sequence whether its loss of a batch is the mean of theirs.
 
-    Every rank calls this. What cannot be called with several sequences of equal lengths is not judged.
+    Every rank calls this; raises ``CheckError`` if the loss of a sequence is a sum over its targets. What cannot be
+    called with several sequences of equal lengths is not judged.
     """
+    check_loss_is_no_sum(run)
     if run.wrapped_model.has_own_loss or run.wrapped_model.by_sequence is None:
         return
     lengths = (_slots(run.collator),) * SEQUENCES

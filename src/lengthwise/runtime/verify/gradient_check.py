@@ -22,7 +22,7 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
-from lengthwise.runtime.verify.batch_losses import note_loss_of_batch
+from lengthwise.runtime.verify.batch_losses import check_loss_of_sequences
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
@@ -34,7 +34,6 @@ from lengthwise.runtime.verify.stock_call import (
     gradients_in_pack,
     parameter_names,
 )
-from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.verify.zero_weights import Fill, of_stock, warn_of_zeros
 from lengthwise.runtime.wrap.context import ALMOST_ONE
@@ -94,8 +93,7 @@ def check_exact(
 
     watch = StateWatch()
     if run.wrapped_model.by_sequence is not None:
-        check_loss_is_no_sum(run)
-        note_loss_of_batch(run)
+        check_loss_of_sequences(run)
     slots = [length for setting in settings if setting.gradients for length in setting.lengths]
     check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)))
     try:

@@ -4,9 +4,9 @@ A loss is weighed by its targets. Where a function of torch makes it of labels, 
 for labels too that packs are not compared with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +38,15 @@ class ObserveLossCalls(TorchFunctionMode):
         if (form := _LOSSES.get(func)) is not None:
             bound = form.bind(*args, **kwargs)
             bound.apply_defaults()
-            given, weight = bound.arguments, bound.arguments["weight"]
-            if isinstance(given["target"], Tensor) and not given["target"].is_floating_point():
-                is_weighted = given["reduction"] == "mean" and weight is not None and bool((weight != weight[0]).any())
-                self._calls.append(_Call(given["target"].detach().flatten(), given["ignore_index"], is_weighted))
+            self._note(bound.arguments)
         return func(*args, **kwargs)
+
+    def _note(self, arguments: Mapping[str, Any]) -> None:
+        target, weight = arguments["target"], arguments["weight"]
+        if isinstance(target, Tensor) and not target.is_floating_point():
+            is_mean = arguments["reduction"] == "mean"
+            is_weighted = is_mean and weight is not None and bool((weight != weight[0]).any())
+            self._calls.append(_Call(target.detach().flatten(), arguments["ignore_index"], is_weighted))
 
     def of(self, labels: Callable[[], Tensor]) -> tuple[set[int], bool]:
         """The labels that losses of ``labels`` [t] leave out, and whether one of them weighs classes.

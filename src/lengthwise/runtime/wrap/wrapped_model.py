@@ -63,6 +63,8 @@ class WrappedModel:
     """What is new in the model since packs were compared with it; None: they were not yet."""
     own_state: frozenset[str] = frozenset()
     """Attributes of the model that its forwards change themselves, as a comparison saw."""
+    ignored_labels: frozenset[int] = frozenset()
+    """Labels that its loss was seen to leave out, beside those of which it is known."""
     most_slots: int | None = None
     """Slots of a pack that it can be given; None: any number."""
 
@@ -99,8 +101,6 @@ class WrappedModel:
         self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
         """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
         self._plain, self._outputs, self.rules = 0, OutputStructure(), CallRules()
-        self.ignored_labels = set[int]()
-        """Labels that the loss was seen to leave out, beside those of which it is known."""
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
