@@ -18,7 +18,7 @@ def watched(is_plain=False):
 
 def called(model, changes, step=1):
     changes.check(step)
-    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 4, 3, requires_grad=True)).sum().backward()
 
 
 ALLOWED = {
@@ -33,6 +33,13 @@ ALLOWED = {
     ),
     "returns its input": lambda model: model[1].register_forward_pre_hook(lambda module, args: args[0]),
     "looks at gradients": lambda model: model[1].weight.register_hook(lambda gradient: None),
+    "looks at gradients of a module": lambda model: model[1].register_full_backward_hook(lambda *gradients: None),
+    "halves gradients of a module": lambda model: model[1].register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] / 2,)
+    ),
+    "turns gradients of each token": lambda model: model[1].register_full_backward_pre_hook(
+        lambda module, outputs: (outputs[0].flip(-1),)
+    ),
     "masks rows": lambda model: model[1].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [0.0]])),
 }
 CHANGES_IT = r"a forward hook on 1, registered after prepare, changes what the module takes or gives"
@@ -48,6 +55,18 @@ REFUSED = {
         r"a hook on the gradient of 1.weight, registered after prepare, is not linear",
     ),
     "clips a gradient": (lambda model: model[1].bias.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)), "1.bias"),
+    "centres gradients of a module": (
+        lambda model: model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] - inputs[0].mean(),)),
+        r"a backward hook on 1, registered after prepare, changes gradients by more than a factor for each token",
+    ),
+    "scales gradients of a module by their norm": (
+        lambda model: model[1].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] / outputs[0].norm(),)),
+        "a backward hook on 1",
+    ),
+    "a gradient when it was added up": (
+        lambda model: model[1].weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        r"1\.weight has a hook that runs after its gradient was accumulated, registered after prepare",
+    ),
     "another forward": (
         lambda model: setattr(model[1], "forward", lambda x: x), "the forward of 1 was replaced after prepare"
     ),
@@ -88,7 +107,7 @@ def test_hooks_that_record_hear_every_gradient_once():
     model[1].bias.register_hook(lambda gradient: heard.append(gradient.clone()))
     called(model, changes)
     called(model, changes)
-    assert [gradient.tolist() for gradient in heard] == [[1.0, 1.0]] * 2
+    assert [gradient.tolist() for gradient in heard] == [[4.0, 4.0]] * 2
 
 
 def test_a_forward_of_this_library_may_go():

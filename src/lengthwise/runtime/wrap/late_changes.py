@@ -1,11 +1,13 @@
 """What a loop changes of a model after ``prepare`` has compared packs with it: hooks, and forwards that are replaced.
 
 Hooks that only look are let through. One that changes what a module takes or gives, which might mix the tokens of a
-pack, and one on a parameter that is not linear, which is called with a part of a step's gradient, are refused.
+pack, and one on gradients that is not linear, which is called with a part of a step's gradient, are refused; so is one
+on gradients of a module that mixes tokens.
 """
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class LateChanges:
         what its forwards change themselves, among it modules that they put in the place of others.
         """
         self._model, self._is_plain, self._own_state = model, is_plain, own_state
-        every = (*self._hooks(), *self._on_gradients())
+        every = (*self._hooks(), *self._on_gradients(), *self._on_gradients_of_modules())
         self._compared = {id(hooks[key]): hooks[key] for _, hooks, key in every}
         """Hooks that packs were compared with; they are kept, so that no other gets their id."""
         self._forwards = {name: _forwards_of(module) for name, module in model.named_modules()}
@@ -60,7 +62,11 @@ class LateChanges:
         if RemovableHandle.next_id != self._num_registered:
             self._num_registered = RemovableHandle.next_id
             self._check_after_accumulation()
-            for watched, every in ((self._watched, self._hooks), (self._watched_gradient, self._on_gradients)):
+            for watched, every in (
+                (self._watched, self._hooks),
+                (self._watched_gradient, self._on_gradients),
+                (self._watched_gradients, self._on_gradients_of_modules),
+            ):
                 for name, hooks, key in list(every()):
                     if id(hooks[key]) not in self._compared and not is_ours(hooks[key]):
                         hooks[key] = watched(name, hooks[key])
@@ -113,6 +119,31 @@ class LateChanges:
             hooks = parameter._backward_hooks or {}
             for key in hooks:
                 yield name, hooks, key
+
+    def _on_gradients_of_modules(self) -> Iterator[tuple[str, dict[int, Hook], int]]:
+        """Hooks on gradients of what modules take or give: the module's name, and where the hook is."""
+        for name, module in self._model.named_modules():
+            for hooks in (module._backward_pre_hooks, module._backward_hooks):
+                for key in hooks:
+                    yield name or type(module).__name__, hooks, key
+
+    def _watched_gradients(self, name: str, hook: Hook) -> Hook:
+        is_of_tokens = False
+
+        def watched(module: nn.Module, *gradients: Any) -> Any:
+            nonlocal is_of_tokens
+            result = None if self._is_muted else hook(module, *gradients)
+            if result is None or is_of_tokens or self._is_plain():
+                return result
+            if not (is_of_tokens := _is_of_tokens(partial(hook, module), gradients)):
+                raise InputError(
+                    f"a backward hook on {name}, registered after prepare, changes gradients by more than a factor for "
+                    "each token, and packs were compared with the model without it; register it before prepare, or let "
+                    "it return None"
+                )
+            return result
+
+        return watched
 
     def _watched_gradient(self, name: str, hook: Hook) -> Hook:
         is_linear = False
@@ -173,3 +204,48 @@ def _is_linear(hook: Hook, gradient: Tensor) -> bool:
         except Exception:  # whatever other people's functions raise
             return False
     return bool(difference.abs().max() <= ROUNDINGS * torch.finfo(gradient.dtype).eps * largest)
+
+
+def _is_of_tokens(hook: Hook, gradients: tuple[Any, ...]) -> bool:
+    """Whether a hook on a module changes a sum of gradients as its terms, and each token's by itself.
+
+    Tried on random numbers like the gradients, [1, t, ...] or [t, ...].
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves(gradients) if isinstance(leaf, Tensor)]
+    if sum(leaf.numel() for leaf in leaves) > MOST_TRIED:
+        return True
+    generator = torch.Generator(leaves[0].device).manual_seed(0)
+
+    def drawn() -> Any:
+        def like(leaf: Tensor) -> Tensor:
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device=leaf.device)
+
+        return pytree.tree_map_only(Tensor, like, gradients)
+
+    def of_first_half(leaf: Tensor) -> Tensor:
+        axis = 1 if leaf.dim() > 1 and len(leaf) == 1 else 0
+        places = torch.arange(leaf.shape[axis], device=leaf.device).view(-1, *[1] * (leaf.dim() - axis - 1))
+        return leaf * (2 * places < leaf.shape[axis])
+
+    def changed(values: Any) -> list[Tensor]:
+        result = hook(*pytree.tree_map_only(Tensor, torch.clone, values))
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+    first, second = drawn(), drawn()
+    both = pytree.tree_map(lambda a, b: a + b if isinstance(a, Tensor) else a, first, second)
+    with torch.no_grad():
+        try:
+            of_sum, of_first, of_second = changed(both), changed(first), changed(second)
+            of_half = changed(pytree.tree_map_only(Tensor, of_first_half, first))
+            return all(
+                _is_near(total, a + b, a) and _is_near(half, of_first_half(a), a)
+                for total, a, b, half in zip(of_sum, of_first, of_second, of_half, strict=True)
+            )
+        except Exception:  # whatever other people's functions raise
+            return False
+
+
+def _is_near(value: Tensor, expected: Tensor, like: Tensor) -> bool:
+    """Whether two results differ by rounding of numbers ``like`` these."""
+    limit = ROUNDINGS * torch.finfo(like.dtype).eps * float(like.abs().max())
+    return bool((value - expected).abs().max() <= limit)
