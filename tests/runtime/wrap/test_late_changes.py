@@ -56,11 +56,11 @@ REFUSED = {
     ),
     "clips a gradient": (lambda model: model[1].bias.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)), "1.bias"),
     "centres gradients of a module": (
-        lambda model: model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] - inputs[0].mean(),)),
+        lambda model: model[1].register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] - inputs[0].mean(),)),
         r"a backward hook on 1, registered after prepare, changes gradients by more than a factor for each token",
     ),
     "scales gradients of a module by their norm": (
-        lambda model: model[1].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] / outputs[0].norm(),)),
+        lambda model: model[1].register_full_backward_pre_hook(lambda _, outputs: (outputs[0] / outputs[0].norm(),)),
         "a backward hook on 1",
     ),
     "a gradient when it was added up": (
