@@ -11,7 +11,7 @@ OVERRIDES = {
     "optim.eps": (".inf", "0", "-1e-8", ".nan", "5"),
     "optim.momentum": ("1", "-0.1", ".nan"),
     "optim.weight_decay": (".inf", "-1", "1e9"),
-    "optim.clip_norm": (".nan", ".inf", "-1"),
+    "optim.clip_norm": (".nan", "-.inf", "-1"),
     "optim.loss_scale": ("0", "-1", "1e30", "true"),
     "optim.loss_scale_window": ("0",),
     "optim.gradient_dtype": ("float16",),

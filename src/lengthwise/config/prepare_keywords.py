@@ -56,7 +56,7 @@ class PrepareKeywords(TypedDict, total=False):
     curriculum_epochs: int | None
     seed: int
     weight_decay: float
-    clip_norm: float | None
+    clip_norm: float
     lr_scaling: LrRule
     lr_scaling_by: BatchSize
     lr_reference: float | None
