@@ -72,6 +72,23 @@ class Fsdp2State:
         """Begin a step: nothing has a gradient."""
         self.clear_gradient()
 
+    def forget_left(self) -> bool:
+        """Forget gradients of parameters that are whole, which a backward left between steps; whether there were any.
+
+        To be called where weights are materialized.
+        """
+        are_left = False
+        for shards in self._shards():
+            left = [shards.unsharded_param.grad, shards.unsharded_accumulated_grad]
+            are_left |= any(bool(gradient.any()) for gradient in left if gradient is not None)
+            shards.unsharded_param.grad = shards.unsharded_accumulated_grad = None
+        return are_left
+
+    def _shards(self) -> Iterator[Any]:
+        """What FSDP2 keeps of each parameter."""
+        for group in (group for module in self._modules for group in _groups(module)):
+            yield from group.fsdp_params
+
     def clear_gradient(self) -> None:
         """Remove all gradients."""
         for parameter in self.parameters:
@@ -97,12 +114,11 @@ class Fsdp2State:
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
-        for group in (group for module in self._modules for group in _groups(module)):
-            for shards in group.fsdp_params:  # what this rank has not used it would leave out, and others wait for it
-                parameter = shards.unsharded_param
-                has_gradient = parameter.grad is not None or shards.unsharded_accumulated_grad is not None
-                if parameter.requires_grad and not has_gradient:
-                    parameter.grad = torch.zeros_like(parameter)
+        for shards in self._shards():  # what this rank has not used it would leave out, and others wait for it
+            parameter = shards.unsharded_param
+            has_gradient = parameter.grad is not None or shards.unsharded_accumulated_grad is not None
+            if parameter.requires_grad and not has_gradient:
+                parameter.grad = torch.zeros_like(parameter)
         self._close().backward()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:

@@ -15,10 +15,11 @@ _log = logging.getLogger("lengthwise")
 
 
 class LoopGradients:
-    """What a loop may read of gradients between passes, and whether it changed any. Of FSDP2's nothing is known."""
+    """What a loop may read of gradients between passes, and whether it changed any; of FSDP2's not even that."""
 
     def __init__(self, state: ShardedState | Fsdp2State) -> None:
         self._state = state if isinstance(state, ShardedState) else None
+        self._fsdp2 = state if isinstance(state, Fsdp2State) else None
         self._lent = LentGradients({} if self._state is None else self._state.named, self._lend)
         self._version, self._has_any = 0, False
         self._has_warned, self._ended = False, (torch.empty(0), -1)
@@ -31,24 +32,28 @@ class LoopGradients:
 
     def forget_left(self, step: int) -> None:
         """Forget gradients that a backward left before a step began, such as one in ``run.plain()``, and say so."""
-        if (state := self._state) is None:
-            return
-        self.hide()
-        names = list(state.named)
-        gradients = {name: value for name, value in zip(names, state.gradients_of(names)) if value is not None}
-        views = {} if state.has_gradients_elsewhere else state.gradient_views
-        is_as_ended = self._ended[0] is state.gradients and self._ended[1] == state.gradient_version
-        if is_as_ended and all(value is views.get(name) for name, value in gradients.items()):
-            return
-        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, gradients.values()))
-        self._detached(state)
-        state.discard_gradient()
+        are_left = self._forget_left() if self._fsdp2 is None else self._fsdp2.forget_left()
         if are_left and not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "step %d: gradients of a backward before it are no part of it, here and in later steps, and are "
                 "cleared; end such a backward with model.zero_grad()", step,
             )  # fmt: skip
+
+    def _forget_left(self) -> bool:
+        state = self._state
+        assert state is not None, "the model is not FSDP2's"
+        self.hide()
+        names = list(state.named)
+        gradients = {name: value for name, value in zip(names, state.gradients_of(names)) if value is not None}
+        views = {} if state.has_gradients_elsewhere else state.gradient_views
+        is_as_ended = self._ended[0] is state.gradients and self._ended[1] == state.gradient_version
+        if is_as_ended and all(value is views.get(name) for name, value in gradients.items()):
+            return False
+        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, gradients.values()))
+        self._detached(state)
+        state.discard_gradient()
+        return bool(are_left)
 
     def begin(self) -> None:
         """Begin a step: until it has gradients, what ``zero_grad()`` does changes nothing."""
