@@ -1,7 +1,7 @@
 """The host's allocator where a rank computes on a CPU: what a micro-batch frees is kept for the next one.
 
 glibc gives large blocks back to the kernel, which maps and clears them anew, page by page, for the next micro-batch:
-2 to 4 % of a step's processor time, and more of one with large packs, which no measured cost can tell.
+up to 4 % of its processor time, more for larger packs than for smaller ones.
 """
 
 import ctypes
