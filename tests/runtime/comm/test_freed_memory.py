@@ -1,0 +1,53 @@
+"""A rank on a CPU keeps the memory that it frees, unless its user has set the allocator."""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from lengthwise.runtime.comm import freed_memory
+
+ALLOCATE = """
+import resource, torch
+from lengthwise.runtime.comm.freed_memory import keep_freed_memory
+keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(16 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+PAGES_OF_A_BLOCK = (64 << 20) // resource.getpagesize()
+
+
+def has_mallopt():
+    try:
+        return hasattr(ctypes.CDLL(None), "mallopt") and sys.platform == "linux"
+    except (OSError, TypeError):
+        return False
+
+
+@pytest.mark.skipif(not has_mallopt(), reason="the C library has no mallopt")
+def test_blocks_that_are_freed_are_used_again_without_page_faults():
+    def faults(**environment):
+        done = subprocess.run(
+            [sys.executable, "-c", ALLOCATE], env=os.environ | environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert faults() < PAGES_OF_A_BLOCK
+    assert faults(MALLOC_TRIM_THRESHOLD_="131072") >= PAGES_OF_A_BLOCK, "as its user has set it"
+
+
+def test_a_c_library_that_has_no_such_setting_is_left_as_it_is(monkeypatch):
+    class Other:
+        def __init__(self, name):
+            pass
+
+    monkeypatch.setattr(freed_memory.ctypes, "CDLL", Other)
+    freed_memory.keep_freed_memory()
