@@ -5,12 +5,13 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
-from tests.session.structure_runs import KINDS, OPTIONS, plan_of, rows
+from tests.session.structure_runs import KINDS, LENGTHS, LR, OPTIONS, plan_of, rows
 from tests.session.test_prepare import assert_equal_weights
 
 LEFT = "gradients of a backward before it are no part of it"
@@ -209,3 +210,54 @@ def test_what_torch_compile_makes_of_a_prepared_model_is_refused_with_the_way_to
     with pytest.raises(InputError, match=r"leave torch\.compile out.*compile=True"):
         compute(run, compiled, next(run.steps()))
     run.close()
+
+
+class WithCritic(torch.nn.Module):
+    """A model whose frozen part passes gradients on, as a differentiable reward does."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.critic = models.GPT(), Critic().requires_grad_(False)
+
+    def forward(self, idx):
+        logits, _ = self.policy(idx)
+        return logits, self.critic(inputs_embeds=logits.softmax(-1) @ self.critic.tokens.weight)
+
+
+def loss_of_tokens(output, micro_batch):
+    return F.cross_entropy(output[0][0], micro_batch.targets)
+
+
+def train_with_critic(kinds):
+    """By kind of plan: the weights after two steps."""
+    as_started_by_torchrun()
+    found = {}
+    for kind in kinds:
+        torch.manual_seed(0)
+        run, model = prepared(WithCritic().double(), layers="policy.blocks", loss=loss_of_tokens, steps=2)
+        run.planner = partial(plan_of, kind, 3, run.world.size, run.can_recompute)
+        for step in run.steps():
+            for micro_batch in step:
+                output = model(**micro_batch.inputs)
+                score = micro_batch.mean(output[1][0], over="tokens")
+                step.backward(loss_of_tokens(output, micro_batch), side=0.1 * score)
+            step.update()
+        run.close()
+        found[kind] = weights_of(model)
+    return found
+
+
+def test_a_frozen_part_of_the_trained_model_passes_gradients_on(ranks):
+    torch.manual_seed(0)
+    alone = WithCritic().double()
+    optimizer = torch.optim.SGD([x for x in alone.parameters() if x.requires_grad], lr=LR)
+    rows_of = [torch.as_tensor(row)[None] for row in rows()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        outputs = [(row, *alone(row)) for row in rows_of]
+        losses = sum(F.cross_entropy(x[0, :-1], row[0, 1:], reduction="sum") for row, x, _ in outputs)
+        scores = sum(y.sum() for _, _, y in outputs)
+        (losses / (sum(LENGTHS) - len(LENGTHS)) + 0.1 * scores / sum(LENGTHS)).backward()
+        optimizer.step()
+    for weights in ranks(2).run(partial(train_with_critic, ("alone", "ulysses", "ring")))[0].values():
+        assert_equal_weights(weights, weights_of(alone))
