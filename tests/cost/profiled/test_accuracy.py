@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy
+from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy, print_profile
 from lengthwise.core.cost import SharedRows
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
@@ -118,3 +118,17 @@ def test_the_largest_pack_is_the_largest_that_was_measured_under_every_method(co
     mixed = replace(shared[0], methods=(Method.RING,) + (Method.ULYSSES,) * (MODEL.num_layers - 1))
     most = [max(sum(r.lengths) for r in rows) for rows in (LONE, few, few)]
     assert [cost.largest_pack(scheme) for scheme in (*shared, mixed)] == most and most[0] > most[1]
+
+
+@pytest.mark.parametrize(("share", "is_said"), [(0.35, True), (0.45, False), (0.9, False)])
+def test_packs_that_ranks_shared_in_less_than_a_share_of_the_time_alone_are_said_to_be_measured_wrongly(
+    share, is_said, caplog, tmp_path
+):
+    shared = [replace(r, time_s=r.time_s * (share if len(r.lengths) > 1 else 0.6)) for r in LONE]
+    measured = replace(table(LONE), shared=(SharedRows(degree=2, method="ulysses", rows=tuple(shared)),))
+    print_profile(measured, fit(measured), tmp_path / "profile.json", ())
+    said = [record.getMessage() for record in caplog.records]
+    assert bool(said) is is_said
+    assert not said or said[0].startswith(
+        "64 x 64, 8 x 512, 2 x 2,048, 1 x 1,024 + 1 x 512 + 1 x 64 took less than one"
+    )

@@ -1,5 +1,6 @@
 """What `lengthwise profile` prints: every pack's time and fit error, and the fitted coefficients."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from lengthwise.cost.profiled.accuracy import Extrapolation, ModelErrors
     from lengthwise.cost.profiled.fitted import Fit
 
+_log = logging.getLogger("lengthwise")
+LEAST_SHARE = 0.8
+"""Of the time of a pack alone, divided by the ranks that share it: what caches do not explain."""
 _PLACES = {"within": "within a node", "across": "across nodes", "host": "to and from the host"}
 
 
@@ -64,6 +68,12 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         alone = {row.lengths: row.time_s for row in table.rows}
         ratios = ", ".join(f"{pack_name(row.lengths)}: {row.time_s / alone[row.lengths]:.2f}" for row in part.rows[-3:])
         console.print(f"time shared by {part.degree} ranks ({part.method}) over time alone: {ratios}", soft_wrap=True)
+        if too_fast := [row for row in part.rows if row.time_s * part.degree < LEAST_SHARE * alone[row.lengths]]:
+            _log.warning(
+                "%s took less than one rank's share of their time alone where %d ranks shared them (%s): something else "
+                "ran while ranks computed alone; profile again on an idle machine",
+                ", ".join(pack_name(row.lengths) for row in too_fast), part.degree, part.method,
+            )  # fmt: skip
     for place, link in asdict(table.links).items() if table.links else ():
         if link:
             rate = f"{link['bytes_per_s'] / 1e9:,.2f} GB/s, {link['call_s'] * 1e3:.2f} ms a call"
