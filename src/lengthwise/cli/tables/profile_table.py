@@ -70,8 +70,8 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         console.print(f"time shared by {part.degree} ranks ({part.method}) over time alone: {ratios}", soft_wrap=True)
         if too_fast := [row for row in part.rows if row.time_s * part.degree < LEAST_SHARE * alone[row.lengths]]:
             _log.warning(
-                "%s took less than one rank's share of their time alone where %d ranks shared them (%s): something else "
-                "ran while ranks computed alone; profile again on an idle machine",
+                "%s took less than one rank's share of their time alone where %d ranks shared them (%s): others "
+                "computed beside them then; profile again on an idle machine",
                 ", ".join(pack_name(row.lengths) for row in too_fast), part.degree, part.method,
             )  # fmt: skip
     for place, link in asdict(table.links).items() if table.links else ():
