@@ -101,12 +101,10 @@ def form(
 ) -> tuple[FormedBatches, int]:
     """The stream of batches that groups of ``problem`` can balance, and how many there are to compute."""
 
-    def formed() -> FormedBatches:
-        sampler = make_sampler(options, lengths, objective)
-        stream = sampler if options.steps is not None else Epochs(sampler, options.epochs)
-        return FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max)
-
-    return formed(), options.steps or sum(1 for _ in formed())
+    sampler = make_sampler(options, lengths, objective)
+    stream = sampler if options.steps is not None else Epochs(sampler, options.epochs)
+    formed = FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max, is_finite=options.steps is None)
+    return formed, options.steps or formed.num_left() or 0
 
 
 def make_planner(

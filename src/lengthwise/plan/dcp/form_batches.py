@@ -46,11 +46,13 @@ class FormedBatches:
         g_max: int = 5,
         window: int = 8,
         growth_cap: float = 4.0,
+        is_finite: bool = False,
     ) -> None:
         """Hold nothing yet.
 
         Args:
             stream: the sampler's batches.
+            is_finite: whether they end.
             problem: whose candidates the groups run, as ``dcp-intra`` does.
             g_min: where no group accumulates as many micro-batches, the counts of all are multiplied until one does.
             g_max: the slowest group accumulates at most this many.
@@ -68,7 +70,7 @@ class FormedBatches:
         self._stream, self._problem = stream, problem
         self._g_min, self._g_max = g_min, g_max
         self._window, self._growth_cap = window, growth_cap
-        self._held = _Held(problem)
+        self._held, self._is_finite = _Held(problem), is_finite
         self._step, self._size = 0, 0
 
     def __iter__(self) -> Iterator[GlobalBatch]:
@@ -88,6 +90,14 @@ class FormedBatches:
         )
         self._step += 1
         return formed
+
+    def num_left(self) -> int | None:
+        """How many batches are left, which are others on another cluster; None: they do not end."""
+        if not self._is_finite:
+            return None
+        state, number = self.state_dict(), sum(1 for _ in self)
+        self.load_state_dict(state)
+        return number
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, and which of its sequences wait; in plain values."""

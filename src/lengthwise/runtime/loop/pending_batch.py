@@ -28,6 +28,12 @@ class PendingBatch:
         """The state of the stream before the batch."""
         return self._stream.state_dict() if self.batch is None else self._state_before
 
+    def num_steps_from(self, step: int, num_steps: int) -> int:
+        """The number of steps of a run that goes on with ``step``; ``num_steps``: unless batches are formed anew."""
+        num_left = getattr(self._stream, "num_left", None)
+        left = None if num_left is None else num_left()
+        return num_steps if left is None else step + left
+
     def draw(self) -> None:
         """Take the next batch of the corpus, or again that of a step that was given up."""
         if self.batch is None:

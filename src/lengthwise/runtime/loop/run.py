@@ -363,10 +363,10 @@ class Run(WatchedModel):
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped = extra["step"], list(extra.get("skipped", []))
-        self.ledger = LoopLedger.of(extra.get("ledger", {}))
+        self.num_steps = self._pending.num_steps_from(self.next_step, self.num_steps)
+        self.ledger, self.collator = LoopLedger.of(extra.get("ledger", {})), self._corpus_collator
         self._pending.clear()
         self._ahead.forget()
-        self.collator = self._corpus_collator
         self.update_weights()
         self.log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.modules import module as hooks_of_all
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -264,6 +265,15 @@ def _keeps_last_axis(index: Any, num_axes: int) -> bool:
     return (is_open and is_open[-1]) or (isinstance(parts[-1], slice) and parts[-1] == slice(None))
 
 
+def _has_hooks(head: nn.Module) -> bool:
+    """Whether hooks of anybody get logits or their gradient: what is deferred is no tensor of a graph."""
+    of_all = hooks_of_all._global_forward_hooks, hooks_of_all._global_backward_hooks
+    return bool(
+        head._forward_hooks or head._backward_hooks or head._backward_pre_hooks or any(of_all)
+        or hooks_of_all._global_backward_pre_hooks
+    )  # fmt: skip
+
+
 class DeferredHead:
     """Makes the head of a transformers model return :class:`DeferredLogits`, until it is released."""
 
@@ -277,7 +287,7 @@ class DeferredHead:
             return  # an adapter's head, say, or one whose weights are gathered for the forward alone
 
         def answer(hidden: Tensor) -> Tensor:
-            if is_plain() or head._forward_hooks or hidden.dim() < 2:
+            if is_plain() or _has_hooks(head) or hidden.dim() < 2:
                 return stock(hidden)
             dtype = autocast_dtype(hidden.device)
             weight: Tensor = head.weight

@@ -29,17 +29,20 @@ class TrainedOutside:
 
     def check_new(self, *losses: Tensor | None) -> None:
         """Check those that were made by other operations than losses before, for walking a graph takes time."""
+        new = []
         for loss in losses:
             if isinstance(loss, MissingTensor) or loss is None:
                 continue
             if self._looked_at[signature := signature_of(loss)] < LOOKED_AT:
                 self._looked_at[signature] += 1
-                self.check(loss)
+                new.append(loss)
+        if new:
+            self.check(*new)
 
-    def check(self, loss: Tensor) -> None:
-        """Raise ``InputError`` if a loss reads such a tensor."""
+    def check(self, *losses: Tensor) -> None:
+        """Raise ``InputError`` if losses of one forward read such a tensor."""
         inside = {id(parameter) for parameter in self._model.parameters()}
-        outside = [leaf for leaf in leaves_of(loss) if id(leaf) not in inside]
+        outside = [leaf for loss in losses for leaf in leaves_of(loss) if id(leaf) not in inside]
         for leaf in outside:
             if isinstance(leaf, nn.Parameter) or any(leaf is before for before in self._before):
                 raise InputError(
