@@ -40,7 +40,8 @@ class WeighsSeparators(models.GPT):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(CountsDocuments, "learns something else from packs"), (WeighsSeparators, "weighs classes")]
+    ("kind", "said"),
+    [(CountsDocuments, "learns something else from packs"), (WeighsSeparators, "learns something else from packs")],
 )
 def test_what_packs_change_at_one_token_of_one_late_sequence_is_noticed_before_the_run(kind, said):
     with pytest.raises(CheckError, match=said):

@@ -89,13 +89,14 @@ def test_a_label_that_is_known_to_be_left_out_weighs_nothing():
 
 @pytest.mark.parametrize("kind", [Classes, AtLeast])
 def test_a_loss_with_a_divisor_of_its_own_is_said_to_train_the_mean_of_its_sequences(kind, caplog):
-    run, model = prepared(kind, rows(lowest=1))
+    items = [np.where(np.arange(len(row)) == 2, 0, row) for row in rows()]  # a class of another weight in each
+    run, model = prepared(kind, items)
     said = [record.getMessage() for record in caplog.records]
     assert sum(NOTED in line for line in said) == 1 and not any("sequence by sequence: exact" in line for line in said)
     torch.manual_seed(0)
     alone = kind().double()
-    total = sum(len(row) - 1 for row in rows())
-    for row in rows(lowest=1):
+    total = sum(len(row) - 1 for row in items)
+    for row in items:
         tokens = torch.as_tensor(row)[None]
         targets = torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], 1)
         (alone(tokens, targets)[1] * (len(row) - 1) / total).backward()
@@ -103,9 +104,13 @@ def test_a_loss_with_a_divisor_of_its_own_is_said_to_train_the_mean_of_its_seque
     assert_equal_weights(compute(run, model), weights_of(alone))
 
 
-def test_weights_of_classes_are_refused_in_packs_though_no_example_has_another():
-    with pytest.raises(CheckError, match=r"the loss of Classes weighs classes .*step\.total"):
-        prepared(Classes, rows(lowest=1), packing="always")
+def test_a_class_of_another_weight_is_refused_when_it_comes_if_no_example_has_it():
+    run, model = prepared(Classes, rows(lowest=1), step_max_length=40, packing="always")
+    step = run.step([np.array([3, 4, 0, 5, 6])])
+    with pytest.raises(CheckError, match=r"a token has the label 0, .* of Classes leaves out or weighs otherwise"):
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+    run.close()
 
 
 @pytest.mark.parametrize("kind", [models.GPT, Counted])

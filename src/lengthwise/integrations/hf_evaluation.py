@@ -139,19 +139,26 @@ def _rank_dependence(trainer: Any, ours: type) -> str:
     return ""
 
 
-def evaluation_problem(trainer: Any) -> str:
-    """Why the first rows of an evaluation make no batch, which else shows after hours; an empty string if they do."""
-    if str(trainer.args.eval_strategy) in ("no", "IntervalStrategy.NO") or trainer.eval_dataset is None:
+_OWN_WAYS = ("get_eval_dataloader", "evaluate", "evaluation_loop", "prediction_step")
+"""Methods by which a subclass may evaluate in another way."""
+
+
+def evaluation_problem(trainer: Any, ours: type) -> str:
+    """Why the first rows of an evaluation make no batch, which else shows after hours; an empty string if they do.
+
+    ``ours``: the class whose methods evaluate as transformers does; what overrides do is not known.
+    """
+    data = trainer.eval_dataset
+    is_asked_for = getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy) != "no"
+    if not is_asked_for or data is None or any(is_overridden(trainer, ours, name) for name in _OWN_WAYS):
         return ""
-    names = list(trainer.eval_dataset) if isinstance(trainer.eval_dataset, dict) else [None]
-    for name in names:
+    for name in list(data) if isinstance(data, dict) else [None]:
         loader = trainer.get_eval_dataloader(name)
-        data = loader.dataset
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        if isinstance(loader.dataset, IterableDataset) or not len(loader.dataset):
             continue
         try:
             with preserve_state(trainer.model):  # a collator may draw masks
-                loader.collate_fn([data[row] for row in range(min(len(data), trainer.args.eval_batch_size))])
+                loader.collate_fn([loader.dataset[row] for row in next(iter(loader.batch_sampler))])
         except Exception as error:  # whatever other people's collators raise
             return (
                 f"data_collator: it makes no batch of the first rows of eval_dataset ({type(error).__name__}: "

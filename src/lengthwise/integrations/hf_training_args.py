@@ -309,7 +309,7 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
     ):
         if getattr(trainer, name, None) is not None:
             problems.append(f"{name}: {reason}")
-    problems += filter(None, (scheduler_problem(trainer), evaluation_problem(trainer)))
+    problems += filter(None, (scheduler_problem(trainer), evaluation_problem(trainer, ours)))
     for callback in trainer.callback_handler.callbacks:
         for event, reason in _EVENTS.items():
             if getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event):

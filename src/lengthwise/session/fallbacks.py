@@ -107,8 +107,8 @@ def _learned_by_sequence(
     if prepared.world.is_first and not _has_mean(prepared):
         _log.warning(
             "the loss of %s for several sequences at once is not the mean of theirs by their targets, as where it has "
-            "a divisor of its own or weighs classes: steps train that mean, on any ranks and under any plan; make "
-            "another loss in the loop, with step.backward(loss, mean_over='step')",
+            "a divisor of its own, weighs classes or adds a term of all tokens (a router's): steps train that mean, on "
+            "any ranks and under any plan; make another loss in the loop, with step.backward(loss, mean_over='step')",
             type(model).__name__,
         )  # fmt: skip
     return learned

@@ -41,6 +41,7 @@ class LoopGradients:
             )  # fmt: skip
 
     def _forget_left(self) -> bool:
+        """Forget them, and say whether they were there to be cleared: not of those that are added up elsewhere."""
         state = self._state
         assert state is not None, "the model is not FSDP2's"
         self.hide()
@@ -50,10 +51,10 @@ class LoopGradients:
         is_as_ended = self._ended[0] is state.gradients and self._ended[1] == state.gradient_version
         if is_as_ended and all(value is views.get(name) for name, value in gradients.items()):
             return False
-        are_left = state.gradients.any() if state.has_gradients_elsewhere else any(map(torch.any, gradients.values()))
+        are_left = any(map(torch.any, gradients.values()))
         self._detached(state)
         state.discard_gradient()
-        return bool(are_left)
+        return are_left
 
     def begin(self) -> None:
         """Begin a step: until it has gradients, what ``zero_grad()`` does changes nothing."""

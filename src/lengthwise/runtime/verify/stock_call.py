@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN, Pack
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
@@ -76,28 +76,16 @@ def stock_output(run: PreparedModel, lengths: tuple[int, ...], sequence: int) ->
 
 
 def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
-    """The mean loss of one sequence and the number of its targets; no loss where it has none.
-
-    Raises:
-        CheckError: it weighs classes, and the model is computed in packs.
-    """
+    """The mean loss of one sequence and the number of its targets; no loss where it has none."""
     with ObserveLossCalls() as calls:
         output, micro_batch = stock_output(run, lengths, sequence)
         with active(micro_batch.shard):
             if not (num_targets := run.wrapped_model.targets_of(micro_batch)):
                 return None, 0
             loss = run.wrapped_model.loss_of(output, micro_batch)
-    ignored, weighs_classes = calls.of(lambda: micro_batch.labels) if micro_batch.slot_tokens == 1 else (set(), False)
-    run.wrapped_model.ignored_labels |= ignored - {IGNORE, micro_batch.ignore_index}
-    if weighs_classes and run.wrapped_model.by_sequence is not None:
-        run.wrapped_model.by_sequence.is_mean = False
-    elif weighs_classes:
-        raise CheckError(
-            f"the loss of {type(run.model).__name__} weighs classes (weight= of cross_entropy), so it is divided by "
-            "the weights of its targets and not by their number; make it in the loop, of micro_batch.sum(weights * "
-            "losses) over the sum of all weights of the step (step.total), with mean_over='step', or have it computed "
-            "sequence by sequence, by packing='never'"
-        )
+    if micro_batch.slot_tokens == 1:
+        uncounted = calls.uncounted(loss, lambda: micro_batch.labels)
+        run.wrapped_model.ignored_labels |= uncounted - {IGNORE, micro_batch.ignore_index}
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss, num_targets

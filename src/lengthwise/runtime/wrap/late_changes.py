@@ -133,7 +133,7 @@ class LateChanges:
         def watched(module: nn.Module, *gradients: Any) -> Any:
             nonlocal is_of_tokens
             result = None if self._is_muted else hook(module, *gradients)
-            if result is None or is_of_tokens or self._is_plain():
+            if result is None or is_of_tokens or self._is_plain() or _is_one_of(result, gradients):
                 return result
             if not (is_of_tokens := _is_of_tokens(partial(hook, module), gradients)):
                 raise InputError(
@@ -211,38 +211,55 @@ def _is_of_tokens(hook: Hook, gradients: tuple[Any, ...]) -> bool:
 
     Tried on random numbers like the gradients, [1, t, ...] or [t, ...].
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(gradients) if isinstance(leaf, Tensor)]
-    if sum(leaf.numel() for leaf in leaves) > MOST_TRIED:
+    leaves = [leaf for leaf in pytree.tree_leaves(gradients) if _is_gradient(leaf)]
+    if not leaves or sum(leaf.numel() for leaf in leaves) > MOST_TRIED:
         return True
     generator = torch.Generator(leaves[0].device).manual_seed(0)
 
     def drawn() -> Any:
-        def like(leaf: Tensor) -> Tensor:
+        def like(leaf: Any) -> Any:
+            if not _is_gradient(leaf):
+                return leaf
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device=leaf.device)
 
-        return pytree.tree_map_only(Tensor, like, gradients)
+        return pytree.tree_map(like, gradients)
 
-    def of_first_half(leaf: Tensor) -> Tensor:
+    def of_first_half(leaf: Any) -> Any:
+        if not _is_gradient(leaf) or not leaf.dim():  # that of a loss belongs to no token
+            return leaf
         axis = 1 if leaf.dim() > 1 and len(leaf) == 1 else 0
         places = torch.arange(leaf.shape[axis], device=leaf.device).view(-1, *[1] * (leaf.dim() - axis - 1))
         return leaf * (2 * places < leaf.shape[axis])
 
     def changed(values: Any) -> list[Tensor]:
         result = hook(*pytree.tree_map_only(Tensor, torch.clone, values))
-        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in pytree.tree_leaves(result) if _is_gradient(leaf)]
 
     first, second = drawn(), drawn()
-    both = pytree.tree_map(lambda a, b: a + b if isinstance(a, Tensor) else a, first, second)
+    both = pytree.tree_map(lambda a, b: a + b if _is_gradient(a) else a, first, second)
     with torch.no_grad():
         try:
             of_sum, of_first, of_second = changed(both), changed(first), changed(second)
-            of_half = changed(pytree.tree_map_only(Tensor, of_first_half, first))
+            of_half = changed(pytree.tree_map(of_first_half, first))
             return all(
                 _is_near(total, a + b, a) and _is_near(half, of_first_half(a), a)
                 for total, a, b, half in zip(of_sum, of_first, of_second, of_half, strict=True)
             )
         except Exception:  # whatever other people's functions raise
             return False
+
+
+def _is_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _is_one_of(result: Any, gradients: tuple[Any, ...]) -> bool:
+    """Whether a hook returns the gradients of what a module takes, or gives, as they are."""
+    returned = pytree.tree_leaves(result)
+    return any(
+        len(leaves) == len(returned) and all(a is b for a, b in zip(leaves, returned))
+        for leaves in map(pytree.tree_leaves, gradients)
+    )
 
 
 def _is_near(value: Tensor, expected: Tensor, like: Tensor) -> bool:

@@ -108,9 +108,10 @@ def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
     ignored = wrapped_model.ignored_labels
     if ignored and (label := micro_batch.label_among(ignored)) is not None:
         raise CheckError(
-            f"a token has the label {label}, which the loss of {type(wrapped_model.model).__name__} leaves out "
-            f"(ignore_index={label} of cross_entropy), and which counts as a target of the step; say so: prepare(..., "
-            f"ignore_index={label})"
+            f"a token has the label {label}, which counts as a target of the step, and which the loss of "
+            f"{type(wrapped_model.model).__name__} leaves out or weighs otherwise (ignore_index= or weight= of "
+            f"cross_entropy), as no sequence showed that was compared; say prepare(..., ignore_index={label}) where it "
+            "has no loss, or let the sequences of prepare have it, so that such a loss is computed one by one"
         )
 
 

@@ -64,7 +64,7 @@ class WrappedModel:
     own_state: frozenset[str] = frozenset()
     """Attributes of the model that its forwards change themselves, as a comparison saw."""
     ignored_labels: frozenset[int] = frozenset()
-    """Labels that its loss was seen to leave out, beside those of which it is known."""
+    """Labels that its loss was seen to leave out or to weigh otherwise, beside those of which it is known."""
     most_slots: int | None = None
     """Slots of a pack that it can be given; None: any number."""
 
