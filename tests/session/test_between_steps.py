@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 import lengthwise as lw
@@ -261,3 +262,54 @@ def test_a_frozen_part_of_the_trained_model_passes_gradients_on(ranks):
         optimizer.step()
     for weights in ranks(2).run(partial(train_with_critic, ("alone", "ulysses", "ring")))[0].values():
         assert_equal_weights(weights, weights_of(alone))
+
+
+def train_with_side(kinds):
+    """By kind of plan: the weights after two steps of a loss beside a mean over tokens."""
+    as_started_by_torchrun()
+    found = {}
+    for kind in kinds:
+        run, model = prepared(steps=2)
+        run.planner = partial(plan_of, kind, 3, run.world.size, run.can_recompute)
+        for step in run.steps():
+            for micro_batch in step:
+                logits, loss = model(**micro_batch.inputs)
+                step.backward(loss, side=micro_batch.mean(logits[0].logsumexp(-1).square(), over="tokens"))
+            step.update()
+        run.close()
+        found[kind] = weights_of(model)
+    return found
+
+
+def test_a_term_beside_the_loss_is_the_same_in_stages(ranks):
+    found = ranks(2).run(partial(train_with_side, ("alone", "stages")))[0]
+    assert_equal_weights(found["stages"], found["alone"])
+
+
+HOOKS = {
+    "full backward": lambda head: head.register_full_backward_hook(lambda module, inputs, outputs: None),
+    "backward pre": lambda head: head.register_full_backward_pre_hook(lambda module, outputs: None),
+    "forward": lambda head: head.register_forward_hook(lambda module, args, output: None),
+    "of all modules": lambda head: torch.nn.modules.module.register_module_full_backward_hook(lambda *of_module: None),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("is_late", [True, False])
+def test_hooks_on_the_head_that_look_end_no_gradient(name, is_late):
+    found = []
+    for hook in (None, HOOKS[name]):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=models.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        )
+        model = transformers.LlamaForCausalLM(config).double()
+        handle = hook(model.lm_head) if hook and not is_late else None
+        run, _ = prepared(model, steps=1, packing="always")
+        handle = hook(model.lm_head) if hook and is_late else handle
+        compute(run, model, next(run.steps()), lambda model, micro_batch: model(**micro_batch.inputs).loss)
+        run.close()
+        if handle is not None:
+            handle.remove()
+        found.append(weights_of(model))
+    assert_equal_weights(found[1], found[0])

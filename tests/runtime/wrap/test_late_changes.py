@@ -40,6 +40,9 @@ ALLOWED = {
     "turns gradients of each token": lambda model: model[1].register_full_backward_pre_hook(
         lambda module, outputs: (outputs[0].flip(-1),)
     ),
+    "returns gradients of a module": lambda model: model[1].register_full_backward_hook(
+        lambda module, inputs, outputs: inputs
+    ),
     "masks rows": lambda model: model[1].weight.register_hook(lambda gradient: gradient * torch.tensor([[1.0], [0.0]])),
 }
 CHANGES_IT = r"a forward hook on 1, registered after prepare, changes what the module takes or gives"
@@ -117,3 +120,21 @@ def test_a_forward_of_this_library_may_go():
     called(model, changes)
     ours.release()
     called(model, changes, step=2)
+
+
+class Gated(nn.Module):
+    """Takes a mask beside what it computes with, and gives a number."""
+
+    def forward(self, x, is_open, places):
+        return (x * is_open + places).mean()
+
+
+def test_gradients_of_modules_that_take_masks_and_give_a_number_may_be_scaled_and_recorded():
+    model = nn.ModuleList([nn.Linear(3, 3), Gated()])
+    changes, heard = LateChanges(model, is_plain=lambda: False), []
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2, *inputs[1:]))
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: heard.append(inputs[0].norm()) or inputs)
+    changes.check(1)
+    x = model[0](torch.ones(1, 4, 3, requires_grad=True))
+    model[1](x, torch.ones(1, 4, 1, dtype=torch.bool), torch.arange(4).view(1, 4, 1)).backward()
+    assert len(heard) == 1

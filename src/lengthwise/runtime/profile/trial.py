@@ -49,6 +49,8 @@ class Trial:
     """Groups of heads that attention computes one after the other."""
     split_backward: bool = False
     """Whether the backward leaves the gradients of weights for later."""
+    draw: int = 0
+    """The number of the step whose random numbers it has."""
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -197,7 +199,7 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
     slots = tuple(length // run.collator.slot_tokens for length in trial.lengths)
     with synthetic(run, slots):
         shard = PackShard(
-            step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
+            step=trial.draw, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
             device=run.world.device, recompute=trial.recompute,
             tile_tokens=trial.tile_tokens or None, keep_attention=trial.keep_attention, head_groups=trial.head_groups,
             is_causal=run.collator.objective == NEXT_TOKEN,

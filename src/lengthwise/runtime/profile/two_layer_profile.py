@@ -11,7 +11,7 @@ nobody waiting, and all give up longer packs of that degree together.
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from lengthwise.runtime.profile.measured_packs import FEWEST, ladder, many_short
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_time
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
+DRAWS = 20
+"""How often random numbers are drawn by which a model drops layers, until one of those that are measured is left."""
 GROWTH = 4.0
 """Largest growth of time that is expected when a sequence is twice as long."""
 SHARE_OF_FREE = 0.9
@@ -245,7 +247,7 @@ class _Profiler:
                     lengths=lengths, group=self._group, method=self._method, recompute=(True,) * num_recomputed,
                     **vars(self.variant),
                 )  # fmt: skip
-                numbers, trial = measure_bytes(self._run, trial, self._layers)
+                numbers, trial = self._counted(trial)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -262,6 +264,15 @@ class _Profiler:
         if warm_up:
             del case.times[0]
         return case
+
+    def _counted(self, trial: Trial) -> tuple[CountedBytes, Trial]:
+        """The bytes of a trial, with other random numbers where a model drops all of its layers by them."""
+        numbers, counted = measure_bytes(self._run, trial, self._layers)
+        for draw in range(1, DRAWS if self._run.wrapped_model.by_sequence is not None else 0):
+            if numbers.saved > 1:
+                break
+            numbers, counted = measure_bytes(self._run, replace(trial, draw=draw), self._layers)
+        return numbers, counted
 
     def _note_too_large(self, lengths: tuple[int, ...]) -> None:
         """Record a pack that was too large for some rank, and free its memory on all of them."""
