@@ -84,3 +84,23 @@ def test_rows_that_no_collator_makes_a_batch_of_are_refused_before_training(tmp_
     one_by_one = options | {"per_device_eval_batch_size": 1}
     assert trainers.train(tmp_path, one_by_one, **as_rows).state.global_step == 1
     assert trainers.train(tmp_path, options | {"eval_strategy": "no"}, **as_rows).state.global_step == 1
+
+
+def test_evaluations_of_a_subclass_and_of_no_rows_are_not_tried(tmp_path):
+    from torch.utils.data import DataLoader
+
+    import lengthwise as lw
+
+    class OneByOne(lw.Trainer):
+        def get_eval_dataloader(self, eval_dataset=None):
+            return DataLoader(self.eval_dataset, batch_size=1, collate_fn=transformers.default_data_collator)
+
+    class Silent(lw.Trainer):
+        def evaluate(self, *args, **options):
+            return {}
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1, "per_device_eval_batch_size": 4}
+    ragged = [{"input_ids": list(range(1, n)), "labels": list(range(1, n))} for n in (5, 9, 7)]
+    as_rows = {"eval_dataset": ragged, "data_collator": transformers.default_data_collator}
+    for kind in (OneByOne, Silent):
+        assert trainers.train(tmp_path, options, trainer_class=kind, **as_rows).state.global_step == 1

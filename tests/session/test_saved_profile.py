@@ -40,3 +40,15 @@ def test_a_model_that_drops_layers_at_random_is_measured(tmp_path, caplog):
             lw.prepare(
                 transformers.OPTForCausalLM(config), rows(24), profile=tmp_path / f"{seed}.json", **OPTIONS
             ).close()
+
+
+def test_a_model_whose_measured_layers_are_all_dropped_is_measured_with_other_random_numbers(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, max_position_embeddings=64, encoder_layers=2, decoder_layers=2, encoder_layerdrop=0.5,
+        decoder_layerdrop=0.5,
+    )  # fmt: skip
+    items = [{"input_ids": row, "labels": row} for row in rows(24)]
+    model = transformers.BartForConditionalGeneration(config)
+    lw.prepare(model, items, profile=tmp_path / "costs.json", **OPTIONS).close()
