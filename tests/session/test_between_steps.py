@@ -313,3 +313,24 @@ def test_hooks_on_the_head_that_look_end_no_gradient(name, is_late):
             handle.remove()
         found.append(weights_of(model))
     assert_equal_weights(found[1], found[0])
+
+
+def penalty(model):
+    return 0.01 * sum(x.square().sum() for x in model.parameters())
+
+
+def test_a_penalty_on_weights_is_exact_in_a_mean_over_targets_and_refused_beside_a_loss():
+    run, model = prepared(steps=2)
+    before = float(penalty(model))
+    step = next(run.steps())
+    for micro_batch in step:
+        step.backward(model(**micro_batch.inputs)[1] + penalty(model), mean_over="targets")
+    with_penalty = step.update().loss
+    run.close()
+    other, same = prepared(steps=1)
+    assert abs(with_penalty - before - compute(other, same, next(other.steps())).loss) < 1e-9
+    step = next((again := prepared(steps=1))[0].steps())
+    with pytest.raises(InputError, match=r"side= of step\.backward is made of weights alone.*mean_over='targets'"):
+        for micro_batch in step:
+            step.backward(again[1](**micro_batch.inputs)[1], side=penalty(again[1]))
+    again[0].close()

@@ -4,11 +4,12 @@ Nobody sums their gradients over ranks, weighs them by the targets of a step, or
 """
 
 from collections import Counter
+from typing import Any
 
 from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.gradient_changes import leaves_of
+from lengthwise.runtime.wrap.gradient_changes import graph_of, leaves_of
 from lengthwise.runtime.wrap.loss_check import Signature, signature_of
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
@@ -27,17 +28,36 @@ class TrainedOutside:
         self._before: list[Tensor] = []
         """Tensors that losses have read, and that may have been made in their forwards."""
 
-    def check_new(self, *losses: Tensor | None) -> None:
-        """Check those that were made by other operations than losses before, for walking a graph takes time."""
+    def check_new(self, loss: Tensor, side: Tensor | None) -> None:
+        """Check those that were made by other operations than losses before, for walking a graph takes time.
+
+        ``side``: a term beside a loss of one forward; None: there is none.
+        """
         new = []
-        for loss in losses:
-            if isinstance(loss, MissingTensor) or loss is None:
+        for term in (loss, side):
+            if isinstance(term, MissingTensor) or term is None:
                 continue
-            if self._looked_at[signature := signature_of(loss)] < LOOKED_AT:
+            if self._looked_at[signature := signature_of(term)] < LOOKED_AT:
                 self._looked_at[signature] += 1
-                new.append(loss)
+                new.append(term)
         if new:
             self.check(*new)
+        if side is not None and any(term is side for term in new) and not isinstance(loss, MissingTensor):
+            self._check_of_forward(loss, side)
+
+    def _check_of_forward(self, loss: Tensor, side: Tensor) -> None:
+        """Raise ``InputError`` if a term has nothing but weights in common with the loss beside it."""
+        weights = {id(parameter) for parameter in self._model.parameters()}
+
+        def nodes(term: Tensor) -> set[Any]:
+            return {node for node in graph_of(term) if id(getattr(node, "variable", None)) not in weights}
+
+        if nodes(side).isdisjoint(nodes(loss)):
+            raise InputError(
+                "side= of step.backward is made of weights alone, as a penalty is, and of nothing that the model gave: "
+                "it would be added once for each micro-batch and rank. Add it to a loss that is a mean over targets, "
+                "step.backward(loss + penalty, mean_over='targets'), of which the step has the mean"
+            )
 
     def check(self, *losses: Tensor) -> None:
         """Raise ``InputError`` if losses of one forward read such a tensor."""
