@@ -97,3 +97,23 @@ def test_one_that_takes_next_tokens_is_given_these():
     found_loss, found_change = first_step(Taking, False)
     assert found_loss == pytest.approx(total, abs=1e-12)
     torch.testing.assert_close(found_change, change, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_labels_are_told_apart_in_more_than_16_bits(dtype):
+    """In 16 bits the loss of a sequence is often the same though its first label is another one."""
+    learned = []
+    for seed in range(24):
+        torch.manual_seed(seed)
+        model = models.GPT().to(dtype)
+        inputs = {"inputs": made_labels} if seed % 2 else {}
+        run = lw.prepare(model, models.rows(), check=False, **OPTIONS, **inputs)
+        learned.append(run.wrapped_model.labels)
+        run.close()
+    assert not any(convention.is_in_module for convention in learned)
+    assert {convention.made.drops_first for convention in learned if convention.made is not None} == {False}
+    assert sum(convention.made is not None for convention in learned) == 12
+
+
+def made_labels(micro_batch):
+    return {"idx": micro_batch.tokens[None], "targets": micro_batch.targets[None]}

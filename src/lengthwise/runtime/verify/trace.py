@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CommunicationError, InputError
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import summed_loss, synthetic, traced_lengths
@@ -18,6 +18,8 @@ from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.learn_made_labels import learn_made_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 from lengthwise.runtime.verify.parameter_writes import RefuseParameterWrites
+from lengthwise.runtime.verify.precision import dtypes_of
+from lengthwise.runtime.verify.stock_call import stock_output
 from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.loss_check import check_has_gradient
@@ -36,7 +38,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
     """
     fill = Fill.SIGNED if labels is None else Fill.NOTHING  # a head of zeros has one loss, whatever the labels
     lengths = traced_lengths(run.collator)
-    with noise_free(run, fill=fill), _rows_named(run):
+    with noise_free(run, _dtype_of_labels(run) if labels is None else None, fill), _rows_named(run):
         with synthetic(run, lengths), _writes_refused(run):
             if labels is not None:
                 run.wrapped_model.labels = labels
@@ -62,6 +64,26 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         run.wrapped_model.compiled.choose(type(run.model).__name__)
     if run.wrapped_model.tiles is not None:
         run.wrapped_model.tiles.choose(type(run.model).__name__)
+
+
+def _dtype_of_labels(run: PreparedModel) -> torch.dtype | None:
+    """The dtype in which losses of different labels are told apart; None: the model's own.
+
+    One label of a sequence may change a loss by less than 16 bits tell, and what had no effect would have no loss.
+    """
+    if run.state.compute_dtype not in (torch.bfloat16, torch.float16):
+        return None
+    lengths = traced_lengths(run.collator)
+    for dtype in filter(None, dtypes_of(run)):
+        with noise_free(run, dtype), synthetic(run, lengths), torch.no_grad(), run.gathered():
+            try:
+                stock_output(run, lengths, 0)
+            except CommunicationError:
+                raise
+            except Exception:  # it cannot be computed in this dtype
+                continue
+            return dtype
+    return None
 
 
 def trace_tiles(run: PreparedModel) -> str:
