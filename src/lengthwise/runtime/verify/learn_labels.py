@@ -19,6 +19,8 @@ from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 SAME = 1e-4
 """Relative difference of two losses that rounding explains, in float32 and above; in half precision 100 times that."""
+MOST_TRIED = 16
+"""Labels by which one is replaced, to see whether it has an effect."""
 FEWEST = 3
 """Tokens of a sequence from which a module's use of labels is found out."""
 
@@ -64,23 +66,32 @@ def _shifts(run: PreparedModel, tokens: Tensor) -> bool:
     name = next((name for name in TARGETS if name in inputs), None)
     if name is None or len(tokens) < FEWEST or wrapped_model.make_inputs is not None:
         return False
-    losses = (_loss(run, micro_batch, inputs | {name: labels[None]}) for labels in _labels(tokens))
-    usual = next(losses)
+    usual = _loss(run, micro_batch, inputs | {name: tokens[None]})
     if usual is None or usual.isnan().any():
         return False
-    without_first = next(losses)
-    if without_first is None or not torch.equal(usual, without_first):
-        return False  # as most do: no third call
-    without_last = next(losses)
-    return without_last is not None and not torch.equal(usual, without_last)
+
+    def has_effect(place: int) -> bool | None:
+        """Whether another label at a place makes another loss; None: the model fails with one."""
+        for labels in changed_labels(tokens, place):
+            loss = _loss(run, micro_batch, inputs | {name: labels[None]})
+            if loss is None or not torch.equal(usual, loss):
+                return None if loss is None else True
+        return False
+
+    return has_effect(0) is False and has_effect(-1) is True
 
 
-def _labels(tokens: Tensor) -> Iterator[Tensor]:
-    """Labels that are all tokens of the sequence; the same but for the first, and but for the last."""
-    yield tokens
-    for place in (0, -1):
-        others = tokens[tokens != tokens[place]]
-        yield tokens.scatter(0, torch.tensor([place % len(tokens)]).to(tokens.device), others[:1])
+def changed_labels(labels: Tensor, place: int) -> Iterator[Tensor]:
+    """Labels with another one at a place of the flattened ones: with each that there is, and ``MOST_TRIED`` at most.
+
+    In 16 bits a loss may be the same by rounding, whatever one of its labels is.
+    """
+    flat = labels.flatten()
+    others = torch.unique(flat[flat != flat[place]])[:MOST_TRIED]
+    for other in others if len(others) else (flat[place] == 0).to(flat.dtype)[None]:
+        changed = flat.clone()
+        changed[place] = other
+        yield changed.view(labels.shape)
 
 
 def _loss(run: PreparedModel, micro_batch: MicroBatch, inputs: dict[str, Any]) -> Tensor | None:

@@ -12,6 +12,7 @@ from lengthwise.core.errors import CommunicationError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths
 from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.verify.learn_labels import changed_labels
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for
 from lengthwise.runtime.verify.summed_losses import check_no_sum, is_close
 from lengthwise.runtime.wrap.context import active
@@ -82,21 +83,24 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
         return None
     labels, size = torch.where(labels == ignored, meant[0], labels), labels.numel()
     loss_of: LossOf = partial(_loss, run, name, _with_decoder_inputs(run, call, labels))
-    everything, first, last = loss_of(labels), loss_of(_changed(labels, 0)), loss_of(_changed(labels, size - 1))
-    changes = [loss for loss in (everything, first, last) if loss is None or loss != loss]
-    if changes or everything is None:
+    everything = loss_of(labels)
+    if everything is None or everything != everything:
+        return None
+    has_effect = partial(_has_effect, loss_of, labels, everything)
+    first, last = has_effect(0), has_effect(size - 1)
+    if first is None or last is None:
         return None
     if size == 1:  # a class of the sequence
-        is_class = first != everything and call.micro_batch.shard.num_slots > 1
+        is_class = first and call.micro_batch.shard.num_slots > 1
         return (
             MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
             if is_class
             else None
         )
-    drops_first, drops_last = first == everything, last == everything
+    drops_first, drops_last = not first, not last
     made = partial(MadeLabels, name=name, ignored=ignored, drops_first=drops_first, drops_last=drops_last)
     start, end, middle = int(drops_first), size - int(drops_last), size // 2
-    if drops_first and drops_last and loss_of(_changed(labels, middle)) == everything:
+    if drops_first and drops_last and has_effect(middle) is False:
         return None
     if not takes_ignored or not start < middle < end:
         return None
@@ -118,12 +122,15 @@ def _with_decoder_inputs(run: PreparedModel, call: _Call, labels: Tensor) -> _Ca
     return replace(call, inputs=call.inputs | {"decoder_input_ids": make(labels=labels)})
 
 
-def _changed(labels: Tensor, place: int) -> Tensor:
-    """The labels with another one at a place."""
-    flat = labels.flatten().clone()
-    others = flat[flat != flat[place]]
-    flat[place] = others[0] if others.numel() else (flat[place] == 0).to(flat.dtype)
-    return flat.view(labels.shape)
+def _has_effect(loss_of: LossOf, labels: Tensor, everything: float, place: int) -> bool | None:
+    """Whether another label at a place makes another loss than ``everything``; None: there is none with one."""
+    for changed in changed_labels(labels, place):
+        loss = loss_of(changed)
+        if loss is None or loss != loss:
+            return None
+        if loss != everything:
+            return True
+    return False
 
 
 def _only(labels: Tensor, places: slice, ignored: int) -> Tensor:
