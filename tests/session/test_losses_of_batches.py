@@ -101,6 +101,7 @@ def test_a_loss_with_a_divisor_of_its_own_is_said_to_train_the_mean_of_its_seque
         targets = torch.cat([tokens[:, 1:], torch.full((1, 1), -100)], 1)
         (alone(tokens, targets)[1] * (len(row) - 1) / total).backward()
     torch.optim.SGD(alone.parameters(), lr=LR).step()
+    run.compare()
     assert_equal_weights(compute(run, model), weights_of(alone))
 
 

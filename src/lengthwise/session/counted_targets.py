@@ -27,7 +27,5 @@ def must_count_targets(prepared: PreparedModel) -> bool:
 
 def share_ignored_labels(prepared: PreparedModel) -> None:
     """Let every rank know what any has seen a loss leave out; every rank calls this."""
-    model = prepared.wrapped_model
-    of_ranks = gather_json(prepared.world, sorted(model.ignored_labels))
-    is_mean = model.by_sequence is None or model.by_sequence.is_mean  # else targets are weights of sequences alone
-    model.ignored_labels = frozenset(label for of_rank in of_ranks for label in of_rank if is_mean)
+    of_ranks = gather_json(prepared.world, sorted(prepared.wrapped_model.ignored_labels))
+    prepared.wrapped_model.ignored_labels = frozenset(label for of_rank in of_ranks for label in of_rank)

@@ -67,7 +67,7 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
         _log.warning(
             "%s is computed sequence by sequence: %s, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
-            type(model).__name__, "exact" if _has_mean(prepared) else "as it computes each alone",
+            type(model).__name__, "exact" if prepared.wrapped_model.has_mean else "as it computes each alone",
             reason_of(first, is_of_length=bool(prepared.collator.compared_lengths)),
         )  # fmt: skip
     return prepared, chosen
@@ -104,7 +104,7 @@ def _learned_by_sequence(
             raise
         learned = _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
     prepared, _ = learned
-    if prepared.world.is_first and not _has_mean(prepared):
+    if prepared.world.is_first and not prepared.wrapped_model.has_mean:
         _log.warning(
             "the loss of %s for several sequences at once is not the mean of theirs by their targets, as where it has "
             "a divisor of its own, weighs classes or adds a term of all tokens (a router's): steps train that mean, on "
@@ -112,12 +112,6 @@ def _learned_by_sequence(
             type(model).__name__,
         )  # fmt: skip
     return learned
-
-
-def _has_mean(prepared: PreparedModel) -> bool:
-    """Whether the loss of a batch is the mean of its sequences' losses, as far as was seen."""
-    by_sequence = prepared.wrapped_model.by_sequence
-    return by_sequence is None or by_sequence.is_mean
 
 
 def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> tuple[PreparedModel, PrepareOptions]:

@@ -1,8 +1,7 @@
 """Packs no larger than were measured, where that costs next to nothing by prediction.
 
 A fit charges every micro-batch the same overhead, so that few large packs always seem faster than many small ones.
-What it says of packs beyond the largest that a profile has is a guess; on a CPU, whose caches they leave, they take
-2 to 4 % longer for each token.
+What it says of packs beyond the largest that a profile has is a guess.
 """
 
 from collections.abc import Callable

@@ -186,6 +186,11 @@ class WrappedModel:
             )
 
     @property
+    def has_mean(self) -> bool:
+        """Whether the loss of a batch is the mean of its sequences' losses, as far as was seen."""
+        return self.by_sequence is None or self.by_sequence.is_mean
+
+    @property
     def has_own_loss(self) -> bool:
         """Whether the user gave a function that makes the loss."""
         return self._loss is not None
