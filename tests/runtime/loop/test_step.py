@@ -147,6 +147,17 @@ def test_a_step_without_a_loss_is_skipped_with_a_warning_and_many_in_a_row_end_t
     assert not with_loss.update().is_skipped and ledger.without_loss == 0
 
 
+def test_the_first_gradient_of_exactly_zero_is_warned_of(monkeypatch, caplog):
+    step = step_of(monkeypatch, {}, norm=0.0)
+    assert step.update().grad_norm == 0.0
+    assert "step 3: the gradient of every trained weight is exactly 0" in caplog.text
+    caplog.clear()
+    again = step_of(monkeypatch, {}, norm=0.0)
+    again.run.ledger = LoopLedger.of(step.run.ledger.state_dict())
+    again.update()
+    assert again.run.ledger.zero_gradients == 2 and not caplog.records
+
+
 REFUSED = {
     "not finite": ({}, {"loss": math.nan}, LengthwiseError, "loss nan and gradient norm 2.0 are not both finite"),
     "an infinite norm": ({}, {"norm": math.inf}, LengthwiseError, "loss 3.0 and gradient norm inf are not both"),

@@ -37,6 +37,15 @@ def counting_nothing_as_zero(labels, shift_labels):
     return shifting_once_more(labels, shift_labels).nan_to_num(0.0)
 
 
+def the_same_for_all_labels(labels, shift_labels):
+    """As an untrained model's by chance, which does not know the argument."""
+    return shifting_once_more(labels, None) * 0.0 + mean(torch.zeros(1, 7, 10), TOKENS[None, 1:])
+
+
+def with_a_small_term(labels, shift_labels):
+    return shifting_once_more(labels, None) * (1 + 5e-5)
+
+
 def rounded(labels, shift_labels):
     return shifting_once_more(labels, shift_labels).bfloat16()
 
@@ -73,6 +82,7 @@ def asked(loss_of, **changes):
         (shifting_without_the_argument, FROM_LOGITS),
         (counting_nothing_as_zero, FROM_LOGITS),
         (rounded, FROM_LOGITS),
+        (with_a_small_term, USUAL),
         (not_shifting, LabelConvention(shifts=False, takes_shifted=False)),
         (of_its_own, USUAL),
         (failing, USUAL),
@@ -80,6 +90,11 @@ def asked(loss_of, **changes):
 )
 def test_the_convention_is_what_the_losses_of_the_stock_model_say(loss_of, expected):
     assert asked(loss_of) == expected
+
+
+def test_a_loss_that_all_labels_have_is_not_taken_for_one_of_shifted_labels(monkeypatch):
+    monkeypatch.setitem(globals(), "LOGITS", torch.zeros(1, 8, 10))
+    assert asked(the_same_for_all_labels) == FROM_LOGITS
 
 
 def test_a_model_that_predicts_hidden_tokens_is_not_asked():

@@ -33,6 +33,8 @@ class LoopLedger:
     skipped_tokens: int = 0
     without_loss: int = 0
     """The last steps in a row of which no token has a loss."""
+    zero_gradients: int = 0
+    """Updates whose gradient was exactly 0."""
 
     def may_go_on(self, *, has_loss: bool) -> bool:
         """Whether training goes on, as not too many steps in a row have no loss; the next step calls this once."""

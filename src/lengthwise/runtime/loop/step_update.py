@@ -36,8 +36,21 @@ def result_of(run: RunState, plan: StepPlan, weighing: Weighing, reports: RankRe
     except InputError as error:
         raise InputError(f"step {plan.step}: {error.marked}") from None
     norm = run.state.global_norm(weighing.by_target.new_zeros(()))[0]
+    if norm == 0.0:
+        _note_zero_gradient(run, plan)
     mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
     return update_or_skip(
         run.state, plan.step, loss=mean, norm=norm, lr=lr, clip_norm=run.clip_norm, factor=factor,
         advice=ADVICE_IN_LOOPS, repeated=run.collator.repeated_tokens,
     )  # fmt: skip
+
+
+def _note_zero_gradient(run: RunState, plan: StepPlan) -> None:
+    """Count an update without a gradient, and warn of the run's first one."""
+    run.ledger.zero_gradients += 1
+    if run.ledger.zero_gradients == 1 and run.world.is_first:
+        _log.warning(
+            "step %d: the gradient of every trained weight is exactly 0, so the step changes no more than weight decay "
+            "and momentum do. That is right if its losses weigh nothing, as those of a group of equal rewards; otherwise "
+            "see whether a hook, detach() or no_grad() cuts the loss off from the weights (not said again)", plan.step,
+        )  # fmt: skip
