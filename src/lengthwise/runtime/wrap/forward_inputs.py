@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.compared_arguments import ComparedArguments
 from lengthwise.runtime.wrap.completed_calls import CallCompletion, CompletedCall, LabelUse
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
@@ -47,6 +48,7 @@ class ForwardInputs:
         kinds = {parameter.kind for parameter in self._parameters.values()}
         self._takes_any, self._is_making = is_changed_by_hooks or Parameter.VAR_KEYWORD in kinds, False
         self._completion = CallCompletion(forward, self._name)
+        self._compared = ComparedArguments(self._name, self._parameters, is_hugging_face=is_hugging_face)
 
     def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments for a micro-batch."""
@@ -71,12 +73,13 @@ class ForwardInputs:
         return stock
 
     def completed(
-        self, shard: PackShard, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_frozen: bool
+        self, shard: PackShard, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_frozen: bool, is_compared: bool
     ) -> CompletedCall:
-        """A loop's call with what it leaves out of its micro-batch's arguments; ``is_frozen``: it has no loss.
+        """A loop's call with what it leaves out of its micro-batch's arguments; ``is_frozen``: it has no loss;
+        ``is_compared``: packs were compared with the stock model, so that this call is a loop's.
 
         Raises:
-            InputError: the model would shift its labels across the ends of sequences.
+            InputError: the model would shift its labels across the ends of sequences, or compute what was not compared.
         """
         if (micro_batch := shard.micro_batch) is None or shard.has_failed:
             return CompletedCall(args=args, kwargs=kwargs)
@@ -84,6 +87,10 @@ class ForwardInputs:
         use = self._label_use(inputs)
         fills = POSITIONS if self._make is not None else tuple(inputs)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
+        if is_compared:
+            self._compared.check(call.kwargs, micro_batch, inputs)
+        else:
+            self._compared.note(call.kwargs)
         if not is_frozen and (made := self._convention().made) is not None:
             return call.weighed_by_labels(made, micro_batch)
         return call.weighed_by_micro_batch() if is_frozen or self._has_own_loss else call

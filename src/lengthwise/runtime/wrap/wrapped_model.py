@@ -323,7 +323,9 @@ class WrappedModel:
         if self.late_changes is not None:
             self.late_changes.check(shard.step)
         with torch.no_grad() if self._is_frozen else nullcontext():
-            call = self._inputs.completed(shard, args, kwargs, is_frozen=self._is_frozen)
+            call = self._inputs.completed(
+                shard, args, kwargs, is_frozen=self._is_frozen, is_compared=self.late_changes is not None
+            )
             self.layers.begin()
             try:
                 return self._pass(shard, call)
