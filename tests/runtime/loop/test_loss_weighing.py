@@ -36,7 +36,8 @@ WEIGHTS = {None: 8 / 40, "targets": 8 / 40, "tokens": 3 / 50, "units": 2 / (5 * 
 def test_a_loss_has_the_weight_of_what_it_is_a_mean_over(mean_over):
     weighing, loss = weighing_of(), loss_of()
     for number in (1, 2):
-        (term,) = weighing.terms(micro_batch_of(), loss, None, mean_over)
+        means = ("sum",) if mean_over == "step" else ()
+        (term,) = weighing.terms(micro_batch_of(means=means), loss, None, mean_over)
         assert term.value is loss and term.weight == pytest.approx(WEIGHTS[mean_over])
         assert weighing.num_targets == 8 * number
         direct = 0.0 if mean_over in (None, "targets") else 3.0 * WEIGHTS[mean_over] * number
@@ -46,11 +47,18 @@ def test_a_loss_has_the_weight_of_what_it_is_a_mean_over(mean_over):
 
 def test_a_side_term_counts_whole_beside_the_loss():
     weighing, side = weighing_of(), loss_of(0.5)
-    terms = weighing.terms(micro_batch_of(), loss_of(), side, None)
+    terms = weighing.terms(micro_batch_of(means=("tokens",)), loss_of(), side, None)
     assert [term.weight for term in terms] == [8 / 40, 1.0] and terms[1].value is side
     assert weighing.direct == 0.5 and float(weighing.by_target) == 24.0
     with pytest.raises(InputError, match="takes the side as a tensor; got float"):
         weighing.terms(micro_batch_of(), loss_of(), 0.5, None)
+
+
+@pytest.mark.parametrize(("side", "mean_over"), [(0.5, None), (None, "step")])
+def test_a_term_that_is_no_share_of_the_step_is_refused_as_its_weight_would_depend_on_the_plan(side, mean_over):
+    side = None if side is None else loss_of(side)
+    with pytest.raises(InputError, match=r"is added as it is for every micro-batch.*micro_batch.mean\("):
+        weighing_of().terms(micro_batch_of(), loss_of(), side, mean_over)
 
 
 def test_a_mean_over_nothing_is_left_out():
@@ -72,7 +80,6 @@ def test_another_word_for_a_mean_is_refused():
         ("targets", (), Uses.TARGETS),
         ("tokens", (), Uses(0)),
         ("units", (), Uses.UNITS),
-        ("step", (), Uses.TARGETS),
         ("step", ("targets",), Uses.TARGETS),
         ("step", ("units",), Uses.UNITS),
         ("units", ("units",), Uses.UNITS),

@@ -71,11 +71,13 @@ class Weighing:
             check_is_whole(micro_batch.shard, "mean_over='units' takes a loss of whole units")
             terms.append(self._direct(loss, micro_batch.num_units / (totals.units * micro_batch.degree)))
         elif mean_over == "step":
+            _check_is_share(micro_batch, "the loss with mean_over='step'")
             terms.append(self._direct(loss, 1.0))
         else:
             raise InputError(f"mean_over is 'targets', 'tokens', 'units' or 'step', not {mean_over!r}")
         if side is not None:
             check_form(side, 1, "side")
+            _check_is_share(micro_batch, "side=")
             terms.append(self._direct(side, 1.0))
         return terms
 
@@ -90,6 +92,7 @@ class Weighing:
         terms = [LossTerm(value=value, weight=1 / micro_batch.degree)]
         if side is not None:
             check_form(side, 1, "side")
+            _check_is_share(micro_batch, "side=")
             terms.append(self._direct(side, 1.0))
         return terms
 
@@ -113,9 +116,19 @@ class Weighing:
 
     def _note(self, micro_batch: MicroBatch, mean_over: MeanOver | None) -> None:
         means = micro_batch.means
-        if mean_over in (None, "targets") or "targets" in means or (mean_over == "step" and not means):
+        if mean_over in (None, "targets") or "targets" in means:
             self.uses |= Uses.TARGETS
         if mean_over == "units" or means & {"units", "sum"}:
             self.uses |= Uses.UNITS
         if self.uses == Uses.TARGETS | Uses.UNITS:
             self.totals.check_exact("units")
+
+
+def _check_is_share(micro_batch: MicroBatch, what: str) -> None:
+    """Raise ``InputError`` if nothing of a micro-batch is a share of a mean over the step, as a term is to be."""
+    if not micro_batch.means:
+        raise InputError(
+            f"{what} is added as it is for every micro-batch and rank, however many the plan has, so it is to be this "
+            "rank's share of a mean or a sum over the whole step: micro_batch.mean(values, over='tokens'), or "
+            "micro_batch.sum(values) by a number that is the same on every rank"
+        )
