@@ -157,8 +157,23 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     assert list(validations(tmp_path)) == list(range(1, 7))
 
 
-def _resume(path: str, options: dict) -> None:
+def test_the_best_checkpoint_stays_through_a_part_of_the_run_without_validation(ranks, tmp_path):
+    options = {"every": 1, "keep_checkpoints": 1, "checkpoint_every": 1, **FROZEN}
+    folder = tmp_path / "checkpoints"
+    ranks(1).run(run_validated, str(tmp_path), steps=2, **options)
+    for steps, changes in ((4, {"validation": None}), (6, {})):
+        ranks(1).run(_resume, str(tmp_path), {**options, "steps": steps}, changes)
+        assert (folder / "best").read_text() == "step_00000001\n"
+        assert {"step_00000001", f"step_{steps:08}"} <= {path.name for path in folder.iterdir()}
+    assert list(validations(tmp_path)) == [1, 2, 5, 6]
+    state = checkpoint.read_state(folder / "step_00000006")["validation"]
+    assert (state["best_step"], state["num_worse"]) == (1, 3), "as of a run that always had validation"
+
+
+def _resume(path: str, options: dict, changes: dict | None = None) -> None:
     trainer = make_validated(path, **options)
+    for name, value in (changes or {}).items():
+        setattr(trainer, name, value)
     trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
     trainer.fit()
 
@@ -185,8 +200,13 @@ def test_the_lowest_loss_of_another_validation_set_does_not_count(caplog):
     assert (same.best_loss, same.best_step) == (2.5, 4) and not caplog.records
     other.load_state_dict(before.state_dict())
     assert other.best_step is None and "2.5 after step 4, does not count" in caplog.text
+    assert other.kept_step == 4, "whose weights stay"
+    again = Validation(plans=list, source=RandomTokens({}), digest="b")
+    again.load_state_dict(other.state_dict())
+    assert again.best_step is None and again.kept_step == 4
     other.compute(8, lambda plans, source: 7.0)
-    assert other.best_step == 8 and not other.should_stop
+    assert other.best_step == other.kept_step == 8 and not other.should_stop
+    assert "earlier_step" not in other.state_dict()
     without = {name: value for name, value in before.state_dict().items() if name != "digest"}
     other.load_state_dict(without)  # of a version that did not note it
     assert other.best_step == 4

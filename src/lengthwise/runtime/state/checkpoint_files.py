@@ -134,7 +134,8 @@ def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -
     partial.rename(final)
     _sync(folder)
     point_to(folder, name)
-    best_step = document.get("validation", {}).get("best_step")
+    validation = document.get("validation", {})
+    best_step = validation.get("best_step") or validation.get("earlier_step")
     point_to_best(folder, best_step)
     _remove(replaced)
     counted = [final, *earlier]

@@ -87,6 +87,8 @@ class TrainingLoop:
     stop: StopRequest | None = None
     """Notes signals since before there was a trainer; None: :meth:`fit` notes them."""
     next_step: int = field(default=0, init=False)
+    _validated: dict[str, Any] = field(default_factory=dict, init=False)
+    """What the checkpoint that the run goes on from says of validation, for later ones where it has none itself."""
 
     def __post_init__(self) -> None:
         self.state: ShardedState = self.engine.state
@@ -118,11 +120,13 @@ class TrainingLoop:
         self.stream.load_state_dict(extra["sampler"])
         if self.ledger is not None:
             self.ledger.load_state_dict(extra.get("seen", {}))
-        if self.validation is not None:
+        if self.validation is None:
+            self._validated = extra.get("validation", {})
+        else:
             self.validation.load_state_dict(extra.get("validation", {}))
             if self.world.is_first:
                 with suppress(OSError):  # the next checkpoint does it again
-                    checkpoint.point_to_best(self.folder.checkpoints, self.validation.best_step)
+                    checkpoint.point_to_best(self.folder.checkpoints, self.validation.kept_step)
         self.next_step = extra["step"]
         self._saver.good_step = self.next_step - 1  # the step that led here had a finite loss; the next may not
 
@@ -309,7 +313,8 @@ class TrainingLoop:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
         self.check_folder()
         if self._saver.step != self.next_step:
-            validated = {} if self.validation is None else {"validation": self.validation.state_dict()}
+            state = self._validated if self.validation is None else self.validation.state_dict()
+            validated = {"validation": state} if state else {}
             engine = {"engine": state} if (state := self.engine.state_dict()) else {}
             extra = {"step": self.next_step, "sampler": sampler, **self._counted(sampler), **validated, **engine}
             self._saver.save(extra, wait=wait)

@@ -92,6 +92,8 @@ class Validation:
     best_loss: float = field(default=math.inf, init=False)
     best_step: int | None = field(default=None, init=False)
     """Steps after which the loss was lowest."""
+    earlier_step: int | None = field(default=None, init=False)
+    """Steps after which that of another set was lowest, whose weights stay until there is a lowest one of this set."""
     num_worse: int = field(default=0, init=False)
     """Validations since then."""
     outstanding: dict[str, Any] | None = field(default=None, init=False)
@@ -118,10 +120,17 @@ class Validation:
             self.num_worse += 1
         return {"val/loss": loss, "val/best_step": self.best_step, "val/time_s": time.perf_counter() - start_s}
 
+    @property
+    def kept_step(self) -> int | None:
+        """Steps after which the weights are kept as the best."""
+        return self.earlier_step if self.best_step is None else self.best_step
+
     def state_dict(self) -> dict[str, Any]:
         """The lowest loss so far, in plain values."""
         best_loss = self.best_loss if self.best_step is not None else None
         figures = {"best_loss": best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
+        if self.best_step is None and self.earlier_step is not None:
+            figures["earlier_step"] = self.earlier_step
         outstanding = {} if self.outstanding is None else {"outstanding": self.outstanding}
         return {**figures, "digest": self.digest, **outstanding}
 
@@ -136,13 +145,18 @@ class Validation:
         loss, step, worse = (state.get(name) for name in ("best_loss", "best_step", "num_worse"))
         has_best = type(step) is int and type(loss) is float
         is_sound = type(worse) is int and (step is None or has_best) and type(state.get("outstanding", {})) is dict
+        is_sound = is_sound and type(state.get("earlier_step", 0)) is int
         if state and not is_sound:
             raise InputError(f"the checkpoint's validation state is damaged: {state}; resume from another")
         self.outstanding = state.get("outstanding")
+        self.earlier_step = state.get("earlier_step") if step is None else step
         if state.get("digest", self.digest) != self.digest:
+            if step is None:
+                return
             _log.warning(
                 "the validation set is another one than that of the checkpoint: the lowest loss so far, %s after step "
-                "%s, does not count, and patience begins anew", loss, step,
+                "%s, does not count, and patience begins anew; its weights stay until this set has a lowest loss",
+                loss, step,
             )  # fmt: skip
             return
         self.best_loss, self.best_step, self.num_worse = math.inf if loss is None else loss, step, worse or 0
