@@ -192,6 +192,19 @@ class Classifying(Plain):
         return F.cross_entropy(self.head(self.norm(self.run(self.embed(idx), idx))).mean(1), labels)
 
 
+class Conditioned(Plain):
+    """One number for each sequence under a name of labels, which its layers see."""
+
+    def forward(self, idx, y, following):
+        embedded = self.embed(idx) + self.embed(y[:, None])
+        return F.cross_entropy(self.head(self.norm(self.run(embedded, idx)))[0], following[0], ignore_index=-100)
+
+
+def with_condition(micro_batch):
+    classes = torch.tensor([int(row[0]) for row in micro_batch.sequences])
+    return {"idx": micro_batch.tokens[None], "y": classes, "following": micro_batch.targets[None]}
+
+
 def with_mask(micro_batch):
     targets = micro_batch.targets
     return {
@@ -218,8 +231,14 @@ def next_tokens(row):
         (Masked, with_mask, lambda row: (next_tokens(row), torch.arange(len(row))[None] < len(row) - 1), len),
         (PaddedByZero, with_zeros, lambda row: (next_tokens(row),), len),
         (Classifying, with_classes, lambda row: (row[:1],), lambda row: 2),
+        (
+            Conditioned,
+            with_condition,
+            lambda row: (row[:1], next_tokens(row).index_fill(1, row.new_tensor([-1]) % len(row), -100)),
+            len,
+        ),
     ],
-    ids=["a mask beside them", "a number of its own", "a class"],
+    ids=["a mask beside them", "a number of its own", "a class", "a condition"],
 )
 def test_labels_weigh_as_planned_where_others_say_which_count_and_classes_weigh_one(kind, inputs, arguments, count):
     corpus = [np.maximum(row, 1) for row in rows() if len(row) > 1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import CommunicationError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
@@ -91,7 +92,7 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     if first is None or last is None:
         return None
     if size == 1:  # a class of the sequence
-        is_class = first and call.micro_batch.shard.num_slots > 1
+        is_class = first and call.micro_batch.shard.num_slots > 1 and not _is_condition(run, name, call, labels)
         return (
             MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
             if is_class
@@ -131,6 +132,24 @@ def _has_effect(loss_of: LossOf, labels: Tensor, everything: float, place: int) 
         if loss != everything:
             return True
     return False
+
+
+def _is_condition(run: PreparedModel, name: str, call: _Call, labels: Tensor) -> bool:
+    """Whether one number of a sequence changes what its layers compute, so that it is no label of it."""
+    last, seen = run.wrapped_model.structure.layers[-1], list[list[Tensor]]()
+    for values in (labels, *changed_labels(labels, 0)):
+        seen.append([])
+        handle = last.register_forward_hook(lambda layer, args, output: seen[-1].extend(_tensors(output)))
+        try:
+            _loss(run, name, call, values)
+        finally:
+            handle.remove()
+    first, *others = seen
+    return any(not torch.equal(*pair) for other in others for pair in zip(first, other))
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [value for value in pytree.tree_leaves(output) if isinstance(value, Tensor)]
 
 
 def _only(labels: Tensor, places: slice, ignored: int) -> Tensor:
