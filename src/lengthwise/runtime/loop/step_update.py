@@ -51,6 +51,6 @@ def _note_zero_gradient(run: RunState, plan: StepPlan) -> None:
     if run.ledger.zero_gradients == 1 and run.world.is_first:
         _log.warning(
             "step %d: the gradient of every trained weight is exactly 0, so the step changes no more than weight decay "
-            "and momentum do. That is right if its losses weigh nothing, as those of a group of equal rewards; otherwise "
+            "and momentum do. That is right if its losses weigh nothing, as those of a group of equal rewards; if not, "
             "see whether a hook, detach() or no_grad() cuts the loss off from the weights (not said again)", plan.step,
         )  # fmt: skip

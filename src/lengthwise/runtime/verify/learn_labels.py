@@ -18,7 +18,7 @@ from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_lo
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 SAME = 1e-5
-"""Relative difference of two losses that rounding explains, in float32 and above; in half precision 1,000 times that."""
+"""Relative difference of two losses that rounding explains, in float32 and above; in 16 bits 1,000 times that."""
 MOST_TRIED = 16
 """Labels by which one is replaced, to see whether it has an effect."""
 FEWEST = 3

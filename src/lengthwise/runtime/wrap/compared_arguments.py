@@ -15,10 +15,10 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
-_TRANSFORMERS = frozenset(
-    "attention_mask cache_position inputs_embeds logits_to_keep output_attentions output_hidden_states "
-    "output_router_logits past_key_values return_dict shift_labels token_type_ids use_cache".split()
-)
+_TRANSFORMERS = frozenset({
+    "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_values", "return_dict", "shift_labels", "token_type_ids", "use_cache",
+})  # fmt: skip
 """Arguments of models of transformers that say what is returned, repeat what the micro-batch has, or are checked."""
 _PLAIN = (bool, int, float, str)
 _ITEMS = "num_items_in_batch"
@@ -27,9 +27,11 @@ _ITEMS = "num_items_in_batch"
 class ComparedArguments:
     """The arguments of one model's calls, as comparisons have had them."""
 
-    def __init__(self, name: str, parameters: Mapping[str, Parameter], *, is_hugging_face: bool) -> None:
+    def __init__(
+        self, name: str, parameters: Mapping[str, Parameter], *, is_hugging_face: bool, is_by_sequence: bool
+    ) -> None:
         """``name``: of the model's class; ``parameters``: of its forward."""
-        self._name, self._parameters = name, parameters
+        self._name, self._parameters, self._is_by_sequence = name, parameters, is_by_sequence
         self._known = frozenset((*TOKENS, *TARGETS, *POSITIONS, "attention_mask")) | (
             _TRANSFORMERS if is_hugging_face else frozenset()
         )
@@ -51,7 +53,7 @@ class ComparedArguments:
                 continue
             if name not in inputs and not self._is_default(name, value):
                 raise self._refusal(name)
-            if name in inputs and isinstance(value, _PLAIN):
+            if name in inputs and isinstance(value, _PLAIN) and not self._is_by_sequence:
                 self._check_value(name, value)
 
     def _is_default(self, name: str, value: Any) -> bool:
@@ -67,18 +69,18 @@ class ComparedArguments:
         if len(compared) == 1 and value not in compared:
             raise InputError(
                 f"{self._name} was called with {name}={value!r}, and packs were compared with {name}="
-                f"{next(iter(compared))!r} alone; set what changes in a run as an attribute of the model, whose changes "
-                f"are compared anew (model.{name} = ..., read by its forward)"
+                f"{next(iter(compared))!r} alone; set what changes as an attribute of the model (model.{name} = "
+                "..., read by its forward), whose changes are compared anew"
             )
 
     def _check_positions(self, name: str, positions: Any, micro_batch: MicroBatch) -> None:
         """Raise ``InputError`` for positions that are counted through the row, over the ends of its sequences."""
-        own, row = micro_batch.positions, torch.arange(micro_batch.shard.num_slots, device=micro_batch.positions.device)
-        if not isinstance(positions, Tensor) or positions.shape[-1:] != own.shape or positions.is_floating_point():
+        expected = micro_batch.positions
+        row = torch.arange(micro_batch.shard.num_slots, device=expected.device)
+        if not isinstance(positions, Tensor) or positions.shape[-1:] != row.shape or positions.is_floating_point():
             return
-        is_own = micro_batch.shard.sequences >= 0
-        given = positions.to(own.device)
-        if bool((given == row).all()) and not bool((row == own)[is_own].all()):
+        is_real = micro_batch.shard.sequences >= 0
+        if bool((positions.to(row.device) == row).all()) and not bool((row == expected)[is_real].all()):
             raise InputError(
                 f"{self._name} was called with {name} that count from 0 to {len(row) - 1:,}, and a micro-batch's row "
                 f"has several sequences or a part of one; leave {name} out (they are filled in), or give "

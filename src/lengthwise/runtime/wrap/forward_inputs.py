@@ -48,7 +48,9 @@ class ForwardInputs:
         kinds = {parameter.kind for parameter in self._parameters.values()}
         self._takes_any, self._is_making = is_changed_by_hooks or Parameter.VAR_KEYWORD in kinds, False
         self._completion = CallCompletion(forward, self._name)
-        self._compared = ComparedArguments(self._name, self._parameters, is_hugging_face=is_hugging_face)
+        self._compared = ComparedArguments(
+            self._name, self._parameters, is_hugging_face=is_hugging_face, is_by_sequence=self._is_by_sequence
+        )
 
     def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments for a micro-batch."""

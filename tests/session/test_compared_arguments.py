@@ -1,0 +1,106 @@
+"""A call of a loop has no arguments that packs were never compared with."""
+
+import pytest
+import torch
+import transformers
+
+import lengthwise as lw
+from lengthwise.core.errors import InputError
+from tests.session.structure_runs import OPTIONS, rows
+from tests.session.structures import Plain
+
+REFUSED = {
+    "the items of a batch": ("llama", {"num_items_in_batch": 40}, "by which it divides its loss.*leave it out"),
+    "a flag of its own": ("mixing", {"mixes": True}, "argument 'mixes', which micro_batch.inputs has not.*inputs="),
+    "a tensor": ("mixing", {"mixes": torch.ones(1)}, "packs were not compared with it"),
+    "positions through the pack": (
+        "gpt2",
+        {"position_ids": "row"},
+        r"count from 0 to \d+.*micro_batch.positions\[None\]",
+    ),
+    "those of a module": ("placed", {"pos": "row"}, "several sequences or a part of one; leave pos out"),
+}
+TAKEN = {
+    "what is the default": ("mixing", {"mixes": False}),
+    "what is not there": ("mixing", {"mixes": None}),
+    "what is returned": ("llama", {"output_hidden_states": True, "return_dict": True, "num_items_in_batch": None}),
+    "its own positions": ("gpt2", {"position_ids": "own"}),
+    "positions of its own": ("placed", {"pos": "shifted"}),
+}
+
+
+class Mixing(Plain):
+    """Adds the mean of a row if it is told to."""
+
+    def forward(self, idx, targets=None, mixes=False):
+        x = self.run(self.embed(idx), idx)
+        return self.end(x + x.mean(1, keepdim=True) if mixes is not None and bool(mixes) else x, targets)
+
+
+class Placed(Plain):
+    def forward(self, idx, targets=None, pos=None):
+        x = self.tokens(idx) + self.places(torch.arange(idx.shape[1]) if pos is None else pos)
+        return self.end(self.run(x, idx), targets)
+
+
+def built(kind):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=71, **sizes)).double()
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=71, n_positions=80)
+        return transformers.GPT2LMHeadModel(config).eval().double()
+    return {"mixing": Mixing, "placed": Placed}[kind]().double()
+
+
+def stepped(kind, arguments, **options):
+    """Train a step, by calls with further arguments."""
+    model = built(kind)
+    run = lw.prepare(model, rows(), steps=1, **OPTIONS | options)
+    try:
+        for step in run.steps():
+            for micro_batch in step:
+                positions = micro_batch.positions[None]
+                row = torch.arange(positions.shape[1])[None]
+                places = {"row": row, "own": positions.clone(), "shifted": positions + 1}
+                given = {name: places[v] if isinstance(v, str) else v for name, v in arguments.items()}
+                output = model(**{**micro_batch.inputs, **given})
+                step.backward(output.loss if kind in ("llama", "gpt2") else output[1])
+            step.update()
+    finally:
+        run.close()
+    return model
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_argument_that_no_comparison_had_is_refused(case):
+    kind, arguments, said = REFUSED[case]
+    with pytest.raises(InputError, match=said):
+        stepped(kind, arguments)
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_one_that_changes_nothing_is_taken(case):
+    kind, arguments = TAKEN[case]
+    model = stepped(kind, arguments)
+    if case != "positions of its own":
+        assert all(map(torch.equal, model.parameters(), stepped(kind, {}).parameters()))
+
+
+def test_a_number_that_inputs_makes_is_the_one_that_packs_were_compared_with():
+    mixes = [False]
+
+    def inputs(micro_batch):
+        made = {"idx": micro_batch.tokens[None], "targets": micro_batch.targets[None]}
+        return made | {"mixes": mixes[0]}
+
+    model = built("mixing")
+    run = lw.prepare(model, rows(), steps=2, inputs=inputs, **OPTIONS)
+    with pytest.raises(InputError, match="called with mixes=True, and packs were compared with mixes=False alone"):
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            step.update()
+            mixes[0] = True
+    run.close()
