@@ -18,3 +18,9 @@ def test_members_of_a_pack_come_unit_by_unit_with_all_padding_at_the_end():
 @pytest.mark.parametrize(("sequence", "name"), [(0, "member 0 of item 0"), (5, "member 2 of item 1")])
 def test_a_sequence_is_named_by_its_place_in_its_item(sequence, name):
     assert UNITS.name(sequence) == name
+
+
+def test_more_sequences_than_there_are_members_are_of_no_whole_units():
+    numbers, are_whole = UNITS.planned_units([3, 4, 5, 6, 7])
+    assert numbers.tolist() == [0, 0, 0, 1, 1] and not are_whole
+    assert UNITS.planned_units([0, 1, 2, 3, 4, 5])[1]

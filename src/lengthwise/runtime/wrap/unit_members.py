@@ -65,14 +65,16 @@ class Units:
     def planned_units(self, sequences: Sequence[int]) -> tuple[np.ndarray, bool]:
         """[s] which unit of a micro-batch, from 0, each of its sequences is of, and whether all units are whole.
 
-        Sequences that are planned by themselves are units of their own.
+        Sequences that are planned by themselves are units of their own. Before a run there may be more than the corpus
+        has, of which it is compared: these are of no unit.
         """
         if self.are_split:
             return np.arange(len(sequences)), True
         of_each = self.unit_of(sequences)
         is_next = np.diff(of_each, prepend=of_each[:1]) != 0
         firsts = of_each[np.flatnonzero(is_next | (np.arange(len(of_each)) == 0))]
-        return np.cumsum(is_next), list(sequences) == self.ids(firsts.tolist())
+        are_known = of_each.max(initial=0) < len(self.offsets) - 1
+        return np.cumsum(is_next), are_known and list(sequences) == self.ids(firsts.tolist())
 
     def name(self, sequence: int) -> str:
         """The name of a sequence in error messages."""
