@@ -41,7 +41,7 @@ def labels_sequences(model: nn.Module, options: PrepareOptions) -> bool:
     """Whether a model takes one label for each sequence; it is computed sequence by sequence then."""
     inner = base_model(model)
     makes_all = options.loss is not None and options.inputs is not None
-    return _is_hugging_face(inner) and not makes_all and type(inner).__name__.endswith(_OF_SEQUENCES)
+    return is_hugging_face(inner) and not makes_all and type(inner).__name__.endswith(_OF_SEQUENCES)
 
 
 def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColumns:
@@ -52,14 +52,14 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
     """
     inner = base_model(model)
     name = type(inner).__name__
-    is_hugging_face = _is_hugging_face(inner)
+    of_transformers = is_hugging_face(inner)
     of_sequences = labels_sequences(model, options)
     if of_sequences:
         _check_classifies_sequences(inner, options)
-    of_tokens = is_hugging_face and name.endswith(_OF_TOKENS)
+    of_tokens = of_transformers and name.endswith(_OF_TOKENS)
     classifies = of_sequences or of_tokens
     is_said = any(said is not None for said in (options.objective, options.inputs, options.loss))
-    if is_hugging_face and not (of_tokens or is_said) and name.endswith(_OF_MORE):
+    if of_transformers and not (of_tokens or is_said) and name.endswith(_OF_MORE):
         raise InputError(
             f"{name} has neither one label for each token nor one for each sequence, which is what items can hold; use "
             "its ...ForTokenClassification or ...ForSequenceClassification, say objective='every-token' if its labels= "
@@ -74,7 +74,7 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
     return ExpectedColumns(
         objective=objective,
         arguments=forward_arguments(inner),
-        label_limit=_label_limit(inner, classifies=classifies) if is_hugging_face else None,
+        label_limit=_label_limit(inner, classifies=classifies) if of_transformers else None,
         ignore_index=options.ignore_index,
         slot_tokens=options.slot_tokens,
         needs_labels=classifies,
@@ -106,7 +106,8 @@ def forward_arguments(model: nn.Module) -> frozenset[str]:
     return frozenset(p.name for p in parameters if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL))
 
 
-def _is_hugging_face(model: nn.Module) -> bool:
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 

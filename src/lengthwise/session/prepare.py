@@ -58,6 +58,7 @@ from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
+from lengthwise.session.meant_labels import check_labels_of_next
 from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
@@ -65,7 +66,7 @@ from lengthwise.session.model_checks import (
     check_takes,
     forward_errors_named,
 )
-from lengthwise.session.objectives import expected_columns, labels_sequences
+from lengthwise.session.objectives import base_model, expected_columns, is_hugging_face, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.pack_limit import check_packs, with_pack_limit
 from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
@@ -316,6 +317,9 @@ def _read(
     )
     chosen = with_metric_of(chosen, sequences.view)
     check_takes(model, sequences)
+    is_default = expected.objective == NEXT_TOKEN and chosen.objective is None and chosen.inputs is None
+    if is_default and sequences.labels is not None and not is_hugging_face(base_model(model)):
+        check_labels_of_next(type(model).__name__, sequences, sequences.labels, warns=world.is_first)
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 

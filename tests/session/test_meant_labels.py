@@ -1,0 +1,47 @@
+"""Labels of items that are no tokens, or next tokens already, are not shifted in silence."""
+
+import numpy as np
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.core.errors import InputError
+from tests.session.structure_runs import OPTIONS, rows
+from tests.session.structures import VOCAB, Plain
+
+LONG = [row for row in rows() if len(row) > 2]
+
+
+def prepared(items, **options):
+    torch.manual_seed(0)
+    lw.prepare(Plain().double(), items, steps=1, **OPTIONS | options).close()
+
+
+def items_of(labels_of):
+    return [{"input_ids": row, "labels": labels_of(np.asarray(row))} for row in LONG]
+
+
+def hidden(row):
+    return np.where(np.arange(len(row)) % 3 == 1, (row + 1) % VOCAB, -100)
+
+
+def test_pairs_that_are_shifted_already_are_refused_with_the_objective_that_takes_them():
+    pairs = [{"input_ids": row[:-1], "labels": row[1:]} for row in LONG]
+    with pytest.raises(InputError, match="next tokens already, and Plain would learn.*objective='every-token'"):
+        prepared(pairs)
+    prepared(pairs, objective="every-token")
+
+
+@pytest.mark.parametrize("labels_of", [hidden, lambda row: row % 5], ids=["hidden tokens", "tags"])
+def test_labels_that_are_no_tokens_are_warned_of_unless_the_objective_is_said(caplog, labels_of):
+    prepared(items_of(labels_of))
+    assert "labels of items are other than their tokens at" in caplog.text and "every-token" in caplog.text
+    for objective in ("every-token", "next-token"):
+        caplog.clear()
+        prepared(items_of(labels_of), objective=objective)
+        assert "other than their tokens" not in caplog.text
+
+
+def test_labels_of_chats_are_taken_as_they_are(caplog):
+    prepared(items_of(lambda row: np.where(np.arange(len(row)) < len(row) // 2, -100, row)))
+    assert "other than their tokens" not in caplog.text
