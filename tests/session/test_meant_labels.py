@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lengthwise as lw
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, InputError
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.structures import VOCAB, Plain
 
@@ -45,3 +45,24 @@ def test_labels_that_are_no_tokens_are_warned_of_unless_the_objective_is_said(ca
 def test_labels_of_chats_are_taken_as_they_are(caplog):
     prepared(items_of(lambda row: np.where(np.arange(len(row)) < len(row) // 2, -100, row)))
     assert "other than their tokens" not in caplog.text
+
+
+class Squared(Plain):
+    """Its loss is a mean over all of its tokens, of what they are alone."""
+
+    def forward(self, idx):
+        return super().forward(idx)[0].square().mean()
+
+
+def test_a_loss_that_uses_no_targets_is_warned_of_unless_the_objective_is_said(caplog):
+    torch.manual_seed(0)
+    for options, is_said in (({"packing": "never"}, True), ({"objective": "every-token"}, False)):
+        lw.prepare(Squared().double(), LONG, steps=1, **OPTIONS | options).close()
+        assert ("the loss of Squared uses no targets" in caplog.text) == is_said, options
+        caplog.clear()
+    with pytest.raises(
+        CheckError, match="mean over the targets of a micro-batch, and it uses none: say objective='every"
+    ):
+        prepared(LONG, loss=lambda output, micro_batch: output[0].square().mean(), packing="always")
+    prepared(LONG)
+    assert "uses no targets" not in caplog.text

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.session.datasets import RunSequences
 
@@ -22,6 +23,18 @@ FEWEST_LABELS = 8
 """Labels by which items can be judged."""
 MOSTLY = 0.5
 """The share of labels that are other than their tokens from which they are taken for something else."""
+
+
+def warn_of_unread_labels(prepared: PreparedModel) -> None:
+    """Say so if the loss of a model that is taken to learn next tokens uses none, after it was compared."""
+    convention, wrapped_model = prepared.wrapped_model.labels, prepared.wrapped_model
+    if convention.are_read or convention.made is not None or wrapped_model.structure.is_hugging_face:
+        return
+    if prepared.world.is_first:
+        _log.warning(
+            "the loss of %s uses no targets, and a sequence weighs as many as have a next token, one less than it has; "
+            "say objective='every-token' if it is a mean over all of its tokens", type(prepared.model).__name__,
+        )  # fmt: skip
 
 
 def check_labels_of_next(

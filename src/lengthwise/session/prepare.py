@@ -58,7 +58,7 @@ from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
-from lengthwise.session.meant_labels import check_labels_of_next
+from lengthwise.session.meant_labels import check_labels_of_next, warn_of_unread_labels
 from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
@@ -279,6 +279,8 @@ def _learn(
         if chosen.check:
             lengths = sequences.computed_lengths
             check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
+            if objective == NEXT_TOKEN and chosen.objective is None:
+                warn_of_unread_labels(prepared)
             check_compiled(prepared)
             if chosen.share_prefixes:
                 check_shared_prefixes(prepared)

@@ -135,6 +135,8 @@ def locate_difference(
             )
         elif run.wrapped_model.has_own_loss:
             words += ": what loss= makes has to be a mean over the targets of a micro-batch"
+            if not run.wrapped_model.labels.are_read:
+                words += ", and it uses none: say objective='every-token' if it is a mean over all tokens"
         return words + _OUT
     module = broadcast_json(run.world, words, source=earliest)
     return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"

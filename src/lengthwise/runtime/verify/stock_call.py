@@ -5,7 +5,7 @@ and the gradient of every trained parameter.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -83,6 +83,8 @@ def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> t
             if not (num_targets := run.wrapped_model.targets_of(micro_batch)):
                 return None, 0
             loss = run.wrapped_model.loss_of(output, micro_batch)
+    if micro_batch.has_read_labels:
+        run.wrapped_model.labels = replace(run.wrapped_model.labels, are_read=True)
     if micro_batch.slot_tokens == 1:
         uncounted = calls.uncounted(loss, lambda: micro_batch.labels)
         run.wrapped_model.ignored_labels |= uncounted - {IGNORE, micro_batch.ignore_index}

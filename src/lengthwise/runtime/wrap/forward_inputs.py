@@ -128,11 +128,12 @@ class ForwardInputs:
             if self._shifts and self._convention().takes_shifted:
                 inputs["shift_labels"] = targets  # by itself it would shift across the ends of shards
             return inputs | self._passed(micro_batch)
-        targets = (micro_batch.targets_to_shift if self._convention().is_in_module else micro_batch.targets)[None]
         inputs = {}
-        for names, value in ((TOKENS, tokens), (TARGETS, targets)):
-            if (name := next((name for name in names if name in self._parameters), None)) is not None:
-                inputs[name] = value
+        if (name := next((name for name in TOKENS if name in self._parameters), None)) is not None:
+            inputs[name] = tokens
+        if (name := next((name for name in TARGETS if name in self._parameters), None)) is not None:
+            is_shifting = self._convention().is_in_module
+            inputs[name] = (micro_batch.targets_to_shift if is_shifting else micro_batch.targets)[None]
         if not any(name in inputs for name in TOKENS):
             raise InputError(
                 f"the forward of {self._name} takes {', '.join(self._parameters)}; say which is what: "

@@ -32,6 +32,8 @@ class LabelConvention:
     """Whether it is a user's own module that shifts labels, where others are given the token after each token."""
     made: MadeLabels | None = None
     """How the loss uses labels that ``inputs=`` makes; None: it makes none, or they make no difference."""
+    are_read: bool = False
+    """Whether anything asked for the labels of a micro-batch when its loss was compared."""
 
 
 def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:

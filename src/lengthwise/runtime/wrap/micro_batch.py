@@ -43,6 +43,8 @@ class MicroBatch:
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
         """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any."""
+        self.has_read_labels = False
+        """Whether anybody has asked what its tokens are to predict."""
         shard.alone, shard.micro_batch = self._alone, self
         shard.targets_of = lambda: self.targets_by_sequence
 
@@ -163,6 +165,7 @@ class MicroBatch:
     @cached_property
     def unshifted_labels(self) -> Tensor:
         """[t] int64: each token's own label, for models that shift labels in their own loss."""
+        self.has_read_labels = True
         labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
         labels_of = self._collator.labels or self._collator.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
@@ -375,6 +378,7 @@ class MicroBatch:
     @property
     def labels(self) -> Tensor:
         """[t] int64: what each token is to predict, -100 where nothing, as transformers models take it."""
+        self.has_read_labels = True
         return self._fed[1]
 
     @cached_property
