@@ -27,7 +27,7 @@ def hidden(row):
 
 def test_pairs_that_are_shifted_already_are_refused_with_the_objective_that_takes_them():
     pairs = [{"input_ids": row[:-1], "labels": row[1:]} for row in LONG]
-    with pytest.raises(InputError, match="next tokens already, and Plain would learn.*objective='every-token'"):
+    with pytest.raises(InputError, match=r"next tokens already, and Plain would learn.*objective='every-token'"):
         prepared(pairs)
     prepared(pairs, objective="every-token")
 
@@ -54,15 +54,22 @@ class Squared(Plain):
         return super().forward(idx)[0].square().mean()
 
 
+class Unlabelled(Plain):
+    def forward(self, idx):
+        return super().forward(idx)[0]
+
+
 def test_a_loss_that_uses_no_targets_is_warned_of_unless_the_objective_is_said(caplog):
     torch.manual_seed(0)
     for options, is_said in (({"packing": "never"}, True), ({"objective": "every-token"}, False)):
         lw.prepare(Squared().double(), LONG, steps=1, **OPTIONS | options).close()
         assert ("the loss of Squared uses no targets" in caplog.text) == is_said, options
         caplog.clear()
+    model = Unlabelled().double()
     with pytest.raises(
         CheckError, match="mean over the targets of a micro-batch, and it uses none: say objective='every"
     ):
-        prepared(LONG, loss=lambda output, micro_batch: output[0].square().mean(), packing="always")
+        loss = {"loss": lambda output, micro_batch: output[0].square().mean()}
+        lw.prepare(model, LONG, steps=1, packing="always", **OPTIONS | loss)
     prepared(LONG)
     assert "uses no targets" not in caplog.text

@@ -7,6 +7,7 @@ import pytest
 
 import lengthwise as lw
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.structure import find_structure
 from tests.runtime.harness import with_check
 from tests.session import layer_forms, odd_models, odd_parameters, structures
 from tests.session.structure_runs import OPTIONS, build, many_outcomes, outcomes, plan_of, profile_of, rows
@@ -110,3 +111,13 @@ def test_every_structure_is_exact_or_refused_before_it_trains(ranks, name, num_r
                 stages = found.pop("stages", 0.0)
                 assert all(difference < EXACT for difference in found.values()), found
                 assert re.search(NO_STAGES, stages) if isinstance(stages, str) else stages < EXACT, stages
+
+
+def test_layers_of_a_tower_for_images_are_not_taken_for_those_of_tokens_though_there_are_more():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(vocab_size=71, num_hidden_layers=2, **sizes),
+        vision_config=transformers.CLIPVisionConfig(num_hidden_layers=4, image_size=8, patch_size=4, **sizes),
+    )
+    structure = find_structure(transformers.LlavaForConditionalGeneration(config))
+    assert structure.layers_name == "model.language_model.layers" and len(structure.layers) == 2

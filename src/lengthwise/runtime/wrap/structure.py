@@ -147,7 +147,7 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
             listed = ", ".join(named) or "none"
             raise InputError(f"{type(model).__name__} has no ModuleList or Sequential {layers!r}; it has: {listed}")
         return ModelStructure(model=model, layers_name=layers, layers=named[layers])
-    outer = _candidates(model, of_any_class=of_any_class)
+    outer = _without_towers(model, _candidates(model, of_any_class=of_any_class))
     if not outer:
         raise InputError(
             f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of modules of one class, so its layers are "
@@ -219,6 +219,17 @@ def _outermost(lists: dict[str, Layers], *, are_nested: bool = False) -> dict[st
 
 def _containers(model: nn.Module, kind: type[Layers]) -> dict[str, Layers]:
     return {name: modules for name, modules in model.named_modules() if isinstance(modules, kind) and len(modules)}
+
+
+def _without_towers(model: nn.Module, outer: dict[str, Layers]) -> dict[str, Layers]:
+    """Leave out lists in other models of transformers than the one that embeds tokens, such as towers for images."""
+    embedding = input_embeddings(model)
+    parts = {name: part for name, part in model.named_modules() if name and hasattr(part, "set_attn_implementation")}
+    towers = [name for name, part in parts.items() if all(module is not embedding for module in part.modules())]
+    rest = {
+        name: modules for name, modules in outer.items() if not any(name.startswith(f"{tower}.") for tower in towers)
+    }
+    return rest if embedding is not None and rest else outer
 
 
 def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
