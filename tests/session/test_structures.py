@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import transformers
 
 import lengthwise as lw
 from lengthwise.core.errors import InputError
