@@ -205,8 +205,14 @@ def summed(model, micro_batch, step):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("loss_of", [of_wide_logits, summed])
-def test_one_loss_in_16_bits_is_recognized_whatever_rounds_it(dtype, loss_of):
+def test_one_loss_in_16_bits_is_recognized_whatever_rounds_it_with_a_warning(dtype, loss_of, caplog):
     assert trained(loss_of, planner=TOGETHER, model=Plain().to(dtype)) == STEPS
+    assert caplog.text.count("is taken for the checked one") == 1
+
+
+def test_the_loss_of_a_model_in_16_bits_needs_no_warning(caplog):
+    assert trained(lambda model, m, step: model(**m.inputs)[1], planner=TOGETHER, model=Plain().bfloat16()) == STEPS
+    assert "is taken for the checked one" not in caplog.text
 
 
 @pytest.mark.parametrize(

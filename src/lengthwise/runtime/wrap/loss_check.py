@@ -7,6 +7,7 @@ make another loss of another coefficient, they are compared again: at the update
 equal needs its user's word for what it is a mean over.
 """
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from math import isfinite
@@ -21,6 +22,7 @@ from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
 from lengthwise.runtime.wrap.loss_places import LossPlace, place_of, tells_apart
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
+_log = logging.getLogger("lengthwise")
 MeanOver = Literal["targets", "tokens", "units", "step"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 """Relative difference at most of two computations of one loss, by the narrower dtype of the two.
@@ -74,7 +76,9 @@ class LossCheck:
     step, when the host waits for the device. Where it costs something, one is compared again after 1, 2, 4, ... steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, warns: bool = True) -> None:
+        """``warns``: whether this rank says what is the same within a wide limit."""
+        self._warns = warns
         self._known: set[tuple[Signature, LossPlace]] = set()
         self._later: list[tuple[Tensor, list[Tensor], torch.dtype | None]] = []
         """A loss, the values of the checked one, and the dtype of a head of both, to compare at the update."""
@@ -93,7 +97,7 @@ class LossCheck:
         if self._is_missing or self._is_due:
             return True
         place = place_of(micro_batch)
-        return not any(place.is_like(known) for _, known in self._known)
+        return not any(place.is_like(compared) for _, compared in self._known)
 
     def check(self, loss: Any, wrapped_model: Any, micro_batch: Any) -> None:
         """Compare a loss with the one that was checked before the run.
@@ -109,7 +113,7 @@ class LossCheck:
             return  # or a mean over nothing
         place, signature = place_of(micro_batch, num_targets=micro_batch.num_targets), signature_of(loss)
         head = micro_batch.shard.dtype if wrapped_model.deferred_parameters else None
-        is_known = len(noted) == len(passes) and any((signature, at) in self._known for at in place.stricter())
+        is_known = len(noted) == len(passes) and any((signature, other) in self._known for other in place.stricter())
         if is_known and (values := [note.computed_value for note in noted if note.computed_value is not None]):
             if not any(isinstance(value, MissingTensor) for value in values):
                 self._later.append((loss.detach().clone(), values, head))
@@ -129,8 +133,22 @@ class LossCheck:
         self._is_due = False
         if not is_known and torch.isfinite(loss.detach()):
             self._is_missing = False
+            self._warn_of_16_bits(loss, values)
             if tells_apart(micro_batch, place):
                 self._known.add((signature, place))
+
+    def _warn_of_16_bits(self, loss: Tensor, values: Sequence[Tensor]) -> None:
+        """Warn once of a loss that is recognized by numbers in 16 bits, which others have too."""
+        dtypes = [dtype for dtype in (loss.dtype, *(value.dtype for value in values)) if dtype in _16_BITS]
+        if dtypes and self._warns:
+            self._warns = False
+            _log.warning(
+                "step.backward got a loss of %.6g, made in the loop, that is taken for the checked one: the two are "
+                "the same within %.1f %% (one is %s), as may another loss be, such as one across ends of sequences. "
+                "Give the loss that the model returned, or make it, and that of the model or loss=, of logits.float() "
+                "(not said again)", float(loss.detach()), 100 * TOLERANCE[dtypes[0]],
+                str(dtypes[0]).removeprefix("torch."),
+            )  # fmt: skip
 
     def problem(self) -> str:
         """Why a loss of the step was wrongly taken for the checked one; an empty string: none was."""
