@@ -50,6 +50,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     )  # fmt: skip
     run.inspect.return_value = given.get("problem", ""), 77, True
     run.gradients.problem.return_value = given.get("gradient_problem", "")
+    run.loss_check.problem.return_value = ""
     run.state.global_norm.return_value = (given.get("norm", 2.0), None)
     run.state.loss_scaler, run.state.optimizer = given.get("loss_scaler"), None
     clock = SimpleNamespace(span=lambda kind, name: nullcontext())

@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch, Pack
 from lengthwise.core.errors import CheckError
 from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
-from lengthwise.runtime.wrap.loss_check import LossCheck
+from lengthwise.runtime.wrap.loss_check import LossCheck, NotedLoss
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from tests.runtime.loop.modules import CHANNELS, PLACES
@@ -47,10 +47,11 @@ def test_means_over_slots_of_several_tokens_are_over_slots():
 
 def test_a_loss_over_no_target_is_compared_with_nothing():
     """A loop may clamp the count that it divides by, where the model divides 0 by 0."""
-    noted = SimpleNamespace(value=torch.tensor(float("nan")), output=None, is_loss=lambda loss: False)
-    shard = SimpleNamespace(passes=[SimpleNamespace(noted=noted, num_other_targets=None)], dtype=None)
+    noted = NotedLoss(torch.tensor(float("nan")), None)
+    shard = shard_of((2, 3), ids=(0, 1))
+    shard.passes.append(SimpleNamespace(noted=noted, num_other_targets=None))
     loss = torch.zeros((), requires_grad=True) * 2.0
-    wrapped_model = SimpleNamespace(has_own_loss=False, ignored_labels=set())
-    LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0))
+    wrapped_model = SimpleNamespace(has_own_loss=False, ignored_labels=set(), deferred_parameters=())
+    LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0, has_all_targets=False))
     with pytest.raises(CheckError, match="got a loss of 0"):
-        LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=3))
+        LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=3, has_all_targets=False))

@@ -107,7 +107,7 @@ class Run(WatchedModel):
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.wrapped_model.watch_changes()
-        self.loss_check, self.trained_outside = LossCheck(), TrainedOutside(self.model)
+        self.loss_check, self.trained_outside = LossCheck(warns=self.world.is_first), TrainedOutside(self.model)
         self.meter, self.ledger = DeviceMeter(self.world.device), LoopLedger()
         self.unprepared = UnpreparedModels(lambda: self.models, self.wrapped_model)
         self.skipped: list[int] = []

@@ -58,6 +58,7 @@ class Step:
         """The pipelines of several stages that this rank is in, by number."""
         self._current: MicroBatch | None = None
         run.gradients.begin()
+        run.loss_check.begin()
         self.is_iterated = False
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
@@ -141,7 +142,7 @@ class Step:
         planned = self._own[position].planned
         micro_batch = self.run.make(shard, pad_to_degree(planned.pack, shard.group.size, self.run.collator))
         micro_batch.totals = self._weighing.totals
-        self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
+        self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output(micro_batch)
         torch.clear_autocast_cache()  # an autocast around the loop keeps casts of weights as they once were
         return micro_batch
 
@@ -369,7 +370,7 @@ class Step:
             weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr, micro_batches=self._own,
             shards=self._shards, has_late_gradients=bool(self.run.overlap and self.run.overlap.has_late_gradients),
         )  # fmt: skip
-        problem = fault or problem or self.run.gradients.problem()
+        problem = fault or problem or self.run.gradients.problem() or self.run.loss_check.problem()
         if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):
             raise self._failed(CheckError(f"step {self.number}: {disagreement}"))
         return reports

@@ -62,6 +62,11 @@ class DeferredLoss(Tensor):
             self._compute = None  # and what it is made of is let go
         return self._whole
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether it was computed."""
+        return self._compute is None
+
     def is_made_of(self, loss: Any) -> bool:
         """Whether ``loss`` is this number, computed."""
         return self._whole is not None and self._whole is loss

@@ -2,12 +2,15 @@
 
 A micro-batch's loss gets the weight of its targets in the step, so it must be a mean over them. The loss that was
 checked before the run is: the model's own, or that of ``loss=``. So a loss is compared with that one; once it was
-equal, others that were computed by the same operations are taken for it without another look. A loss that is not equal
-needs its user's word for what it is a mean over.
+equal, others that were computed by the same operations, of as many sequences, are taken for it. As the same operations
+make another loss of another coefficient, they are compared again: at the update, or now and then. A loss that is not
+equal needs its user's word for what it is a mean over.
 """
 
+import logging
 from collections import deque
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, Literal
 from weakref import ref
 
@@ -16,12 +19,21 @@ from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
+from lengthwise.runtime.wrap.loss_places import LossPlace, place_of, tells_apart
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
+_log = logging.getLogger("lengthwise")
 MeanOver = Literal["targets", "tokens", "units", "step"]
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative difference of two computations of one loss; ``LOW_PRECISION`` for other dtypes and under autocast."""
-LOW_PRECISION = 2e-2
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+"""Relative difference at most of two computations of one loss, by the narrower dtype of the two.
+
+Measured: 4e-7 of float32, of whatever logits; one and a half units in the last place of 16 bits, and here are two.
+"""
+HEAD_IN_16_BITS = 5e-4
+"""The same where a head in 16 bits computes logits for each of the two, by other products."""
+FLOOR, FLOOR_OF_16_BITS = 1.0, 0.1
+"""Smaller losses may differ as one of this size does, for logits are rounded."""
+_16_BITS = (torch.float16, torch.bfloat16)
 DEPTH = 6
 """Operations of a loss, from the last one back, by which it is known."""
 
@@ -34,27 +46,58 @@ class NotedLoss:
     def __init__(self, loss: Tensor | None, output: Any) -> None:
         """``loss``: that the forward returned; ``output``: that one is to be made of, if it was kept."""
         self._loss = None if loss is None else ref(loss)
-        self._value = loss if loss is None or isinstance(loss, DeferredLoss) else loss.detach()
+        self._version = _version_of(loss)
+        # A copy: a loop may change the loss in place.
+        self._value = loss if loss is None or isinstance(loss, DeferredLoss) else loss.detach().clone()
         self.output = output
 
     @property
     def value(self) -> Tensor | None:
         """The loss, computed now if it was not; None: the forward returned none."""
-        return None if self._value is None else self._value.detach()
+        return None if self._value is None else self._value.detach().clone()
+
+    @property
+    def computed_value(self) -> Tensor | None:
+        """The loss; None: the forward returned none, or it was not computed yet."""
+        return None if isinstance(self._value, DeferredLoss) and not self._value.is_computed else self.value
 
     def is_loss(self, loss: Tensor) -> bool:
-        """Whether this is the very tensor that the forward returned."""
+        """Whether this is the very tensor that the forward returned, as it returned it."""
         returned = None if self._loss is None else self._loss()
-        return returned is loss or (isinstance(returned, DeferredLoss) and returned.is_made_of(loss))
+        if isinstance(returned, DeferredLoss):
+            return returned.is_made_of(loss)
+        return returned is loss and _version_of(loss) == self._version
 
 
 class LossCheck:
-    """Recognizes the losses of a run's loop, by value or by the operations that made them."""
+    """Recognizes the losses of a run's loop, by value or by the operations that made them.
 
-    def __init__(self) -> None:
-        self._known: set[Signature] = set()
-        self.needs_output = True
-        """Whether forwards have to keep what a loss is made of: it costs memory, and is given up when it was seen."""
+    Where the value of the checked loss is there anyway, losses that were recognized are compared at the end of each
+    step, when the host waits for the device. Where it costs something, one is compared again after 1, 2, 4, ... steps.
+    """
+
+    def __init__(self, *, warns: bool = True) -> None:
+        """``warns``: whether this rank says what is the same within a wide limit."""
+        self._warns = warns
+        self._known: set[tuple[Signature, LossPlace]] = set()
+        self._later: list[tuple[Tensor, list[Tensor], torch.dtype | None]] = []
+        """A loss, the values of the checked one, and the dtype of a head of both, to compare at the update."""
+        self._num_steps = 0
+        self._is_missing = self._is_due = False
+        """Whether a loss could not be compared, as no output was kept; whether a known one is compared again."""
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._later.clear()
+        self._is_due = self._num_steps > 0 and self._num_steps & (self._num_steps - 1) == 0
+        self._num_steps += 1
+
+    def needs_output(self, micro_batch: Any) -> bool:
+        """Whether the forward of a micro-batch has to keep what a loss is made of, which costs memory."""
+        if self._is_missing or self._is_due:
+            return True
+        place = place_of(micro_batch)
+        return not any(place.is_like(compared) for _, compared in self._known)
 
     def check(self, loss: Any, wrapped_model: Any, micro_batch: Any) -> None:
         """Compare a loss with the one that was checked before the run.
@@ -63,44 +106,93 @@ class LossCheck:
             CheckError: it is another one.
         """
         _check_labels(wrapped_model, micro_batch)
-        signature = signature_of(loss)
         passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
         _check_targets(loss, micro_batch, passes)
         noted = [forward.noted for forward in passes if forward.num_other_targets is None]
-        is_known = signature in self._known and len(noted) == len(passes)
-        if is_known or any(note.is_loss(loss) for note in noted):
+        if any(note.is_loss(loss) for note in noted) or micro_batch.num_targets == 0:
+            return  # or a mean over nothing
+        place, signature = place_of(micro_batch, num_targets=micro_batch.num_targets), signature_of(loss)
+        head = micro_batch.shard.dtype if wrapped_model.deferred_parameters else None
+        is_known = len(noted) == len(passes) and any((signature, other) in self._known for other in place.stricter())
+        if is_known and (values := [note.computed_value for note in noted if note.computed_value is not None]):
+            if not any(isinstance(value, MissingTensor) for value in values):
+                self._later.append((loss.detach().clone(), values, head))
+            return
+        if is_known and not self._is_due:
             return
         values = [note.value for note in noted if note.value is not None]
         with torch.no_grad():
             values += [wrapped_model.loss_of(note.output, micro_batch) for note in noted if note.output is not None]
         if any(isinstance(value, MissingTensor) for value in values):
             return  # the step comes again
-        if not values and wrapped_model.has_own_loss and not self.needs_output:
-            self.needs_output = True  # the next micro-batch's is looked at
+        if not values and (is_known or (wrapped_model.has_own_loss and not self.needs_output(micro_batch))):
+            self._is_missing = not is_known  # the next micro-batch's is looked at
             return
-        limit = LOW_PRECISION if micro_batch.shard.dtype is not None else TOLERANCE.get(loss.dtype, LOW_PRECISION)
-        actual = float(loss.detach())
-        expected = [float(value.detach()) for value in values]
-        if any(abs(actual - value) <= limit * max(1e-12, abs(value)) for value in expected):
-            self._known.add(signature)
-            self.needs_output = False
-            return
-        if micro_batch.num_targets == 0 or not torch.isfinite(loss.detach()):
-            return  # a mean over nothing; or the update says what is wrong
-        if not expected:
-            raise CheckError(
-                f"step.backward got a loss of {actual:.6g} of a forward that made none, such as one without labels, so "
-                "there is nothing to compare it with; say what it is a mean over, on this rank: step.backward(loss, "
-                "mean_over='targets'); or give the labels to the model, or prepare(..., loss=) the loss"
-            )
-        checked = ", ".join(f"{value:.6g}" for value in expected)
-        raise CheckError(
-            f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
-            f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
-            "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
-            "values, over='tokens')); or say what another loss is a mean over, on this rank: "
-            "step.backward(loss, mean_over='targets')"
+        if problem := _difference(loss.detach(), values, head):
+            raise CheckError(problem)
+        self._is_due = False
+        if not is_known and torch.isfinite(loss.detach()):
+            self._is_missing = False
+            self._warn_of_16_bits(loss, values)
+            if tells_apart(micro_batch, place):
+                self._known.add((signature, place))
+
+    def _warn_of_16_bits(self, loss: Tensor, values: Sequence[Tensor]) -> None:
+        """Warn once of a loss that is recognized by numbers in 16 bits, which others have too."""
+        dtypes = [dtype for dtype in (loss.dtype, *(value.dtype for value in values)) if dtype in _16_BITS]
+        if dtypes and self._warns:
+            self._warns = False
+            _log.warning(
+                "step.backward got a loss of %.6g, made in the loop, that is taken for the checked one: the two are "
+                "the same within %.1f %% (one is %s), as may another loss be, such as one across ends of sequences. "
+                "Give the loss that the model returned, or make it, and that of the model or loss=, of logits.float() "
+                "(not said again)", float(loss.detach()), 100 * TOLERANCE[dtypes[0]],
+                str(dtypes[0]).removeprefix("torch."),
+            )  # fmt: skip
+
+    def problem(self) -> str:
+        """Why a loss of the step was wrongly taken for the checked one; an empty string: none was."""
+        later, self._later = self._later, []
+        return next((problem for entry in later if (problem := _difference(*entry))), "")
+
+
+def largest_difference(loss: Tensor, value: Tensor, *, head: torch.dtype | None = None) -> float:
+    """The largest difference that two computations of one loss have.
+
+    ``head``: the dtype in which a head may compute logits for each of them; None: they have the same logits.
+    """
+    narrower = max(loss.dtype, value.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    limit = TOLERANCE.get(narrower, TOLERANCE[torch.bfloat16])
+    if head in _16_BITS:
+        limit = max(limit, HEAD_IN_16_BITS)
+    return limit * max(FLOOR_OF_16_BITS if narrower in _16_BITS else FLOOR, abs(float(value.detach())))
+
+
+def _version_of(loss: Tensor | None) -> int | None:
+    """How often a tensor was changed in place; None: it is not counted."""
+    return None if loss is None or isinstance(loss, DeferredLoss) or loss.is_inference() else loss._version
+
+
+def _difference(loss: Tensor, values: Sequence[Tensor], head: torch.dtype | None) -> str:
+    """Why a loss is not the checked one, which has one of ``values``; an empty string: it is, or is not finite."""
+    actual, expected = float(loss), [float(value.detach()) for value in values]
+    limits = [largest_difference(loss, value, head=head) for value in values]
+    if not isfinite(actual) or any(abs(actual - value) <= limit for value, limit in zip(expected, limits)):
+        return ""  # the update says what is wrong
+    if not expected:
+        return (
+            f"step.backward got a loss of {actual:.6g} of a forward that made none, such as one without labels, so "
+            "there is nothing to compare it with; say what it is a mean over, on this rank: step.backward(loss, "
+            "mean_over='targets'); or give the labels to the model, or prepare(..., loss=) the loss"
         )
+    checked = ", ".join(f"{value:.6g}" for value in expected)
+    return (
+        f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
+        f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
+        "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
+        "values, over='tokens')); or say what another loss is a mean over, on this rank: "
+        "step.backward(loss, mean_over='targets')"
+    )
 
 
 def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
