@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError
-from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
@@ -42,8 +41,8 @@ def check_not_bent(loss: Tensor, *, model: str, micro_batch: MicroBatch) -> None
 
 def _num_with_targets(micro_batch: MicroBatch) -> int:
     """The number of sequences that have a target on this rank."""
-    labels = micro_batch.labels
-    return len(micro_batch.shard.sequences.to(labels.device)[labels != IGNORE].unique())
+    has_target = micro_batch.has_target
+    return len(micro_batch.shard.sequences.to(has_target.device)[has_target].unique())
 
 
 def _bends(loss: Tensor, outputs: Set[Any]) -> list[str]:

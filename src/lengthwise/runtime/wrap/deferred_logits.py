@@ -24,6 +24,7 @@ from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_e
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.deferred_loss import METADATA, QUERIES, DeferredLoss
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.handed_out import version_of
 from lengthwise.runtime.wrap.model_accessors import output_embeddings
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
@@ -48,6 +49,7 @@ class DeferredLogits(Tensor):
     _calls: tuple[Call, ...]
     _whole: Tensor | None
     _views: list["ref[DeferredLogits]"]
+    _versions: list[int]
 
     @staticmethod
     def __new__(
@@ -64,7 +66,7 @@ class DeferredLogits(Tensor):
             requires_grad=torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad),
         )
         logits._hidden, logits._weights, logits._calls = hidden, (weight_VD, bias_V), calls
-        logits._whole, logits._views = None, [ref(logits)]
+        logits._whole, logits._views, logits._versions = None, [ref(logits)], logits._present_versions()
         return logits
 
     @classmethod
@@ -91,9 +93,21 @@ class DeferredLogits(Tensor):
     def whole(self) -> Tensor:
         """The [..., V] logits, computed once."""
         if self._whole is None:
+            self._check_unchanged()
             with torch._C.DisableTorchFunction():
                 self._whole = _apply(self._calls, F.linear(self._hidden, *self._weights))
         return self._whole
+
+    def _present_versions(self) -> list[int]:
+        return [version_of(x) for x in (self._hidden, *self._weights) if x is not None]
+
+    def _check_unchanged(self) -> None:
+        """Raise ``InputError`` if what the logits are made of was changed after their forward."""
+        if self._present_versions() != self._versions:
+            raise InputError(
+                "logits are first used when the hidden states or weights that they are made of have changed, such as "
+                "by step.update(); use them before, or keep logits.whole()"
+            )
 
     def _check_not_aliased(self, name: str) -> None:
         """Raise ``InputError`` before logits change in place of which a view would not change."""
@@ -135,6 +149,7 @@ class DeferredLogits(Tensor):
         return NotImplemented
 
     def _then(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "DeferredLogits":
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a loop may change them in place
         after = DeferredLogits(self._hidden, *self._weights, calls=(*self._calls, (func, args, kwargs)))
         if func in _CASTS and (after.dtype, after.device) == (self.dtype, self.device):
             return self
@@ -179,6 +194,7 @@ class DeferredLogits(Tensor):
             return NotImplemented
         is_plain = all(func in _CASTS for func, _, _ in self._calls) and not label_smoothing
         if reduction in ("mean", "sum") and is_plain and self.dtype == _wide(self._hidden.dtype):
+            target = target.clone()  # a loop may change it in place
             inputs = [self._hidden, target, *(x for x in self._weights if x is not None)]
             compute = partial(self._fused_cross_entropy, target, ignore_index, reduction)
             return DeferredLoss(compute, inputs=inputs, dtype=self.dtype)
@@ -193,6 +209,7 @@ class DeferredLogits(Tensor):
 
     def _fused_cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
         """The mean or sum over targets, whose gradients are made with it."""
+        self._check_unchanged()
         targets = target.masked_fill(target == ignore_index, IGNORE)
         with torch._C.DisableTorchFunction():
             loss = chunked_cross_entropy(
@@ -214,6 +231,7 @@ class DeferredLogits(Tensor):
 
         The logits of a chunk are computed again in the backward.
         """
+        self._check_unchanged()
         rows = self._hidden.flatten(0, -2)
         rows_of_others = [other.reshape(len(rows), *other.shape[self.dim() - 1 :]) for other in others]
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -13,10 +14,12 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from lengthwise.core.errors import CheckError
 from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.models.kept_attention import is_attention
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.handed_out import version_of
 from lengthwise.runtime.wrap.offload_layers import KeepOnHost, ReplayFromHost, by_position, saving
 
 
@@ -75,12 +78,21 @@ def checkpoint_layer(
     The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
     """
     begun, around, is_second = shard.counts.copy(), shard.around_second_forward, False
+    kept = [value for value in kwargs.values() if isinstance(value, Tensor)]  # torch looks at those by position
+    versions: list[int] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_second
         if not is_second:
             is_second = True
-            return first(*args, **kwargs)
+            output = first(*args, **kwargs)
+            versions.extend(map(version_of, kept))
+            return output
+        if [version_of(tensor) for tensor in kept] != versions:
+            raise CheckError(
+                "an argument of a layer, such as position ids or a mask, was changed in place after the forward, and "
+                "the layer is computed again in the backward; change a copy"
+            )
         after, shard.counts = shard.counts, begun.copy()
         try:
             with shards.active(shard), around():
