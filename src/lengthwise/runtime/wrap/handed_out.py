@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-class _Given(NamedTuple):
+class _Copy(NamedTuple):
     """One tensor that was given."""
 
     tensor: Tensor
@@ -31,42 +31,42 @@ class HandedOut:
     """The copies that the loop of one micro-batch was given."""
 
     def __init__(self) -> None:
-        self._given: list[_Given] = []
+        self._copies: list[_Copy] = []
 
-    def copy(self, original: Tensor, *, ignored: int | None = None) -> Tensor:
+    def copy_of(self, original: Tensor, *, ignored: int | None = None) -> Tensor:
         """A copy for the loop; ``ignored``: the label without a loss, of labels."""
         tensor = original.clone()
-        self._given.append(_Given(tensor, original, version_of(tensor), ignored))
+        self._copies.append(_Copy(tensor, original, version_of(tensor), ignored))
         return tensor
 
     def targets_of_changed(self, labels: Any) -> int | None:
         """The number of targets of labels that were changed in place; None: these are no such labels."""
-        given = self._found(labels)
-        if given is None or given.ignored is None or not given.is_changed:
+        copy = self._found(labels)
+        if copy is None or copy.ignored is None or not copy.is_changed:
             return None
-        return int((given.tensor != given.ignored).sum())
+        return int((copy.tensor != copy.ignored).sum())
 
     def as_given(self, tensor: Any) -> Any:
         """``tensor``; of one that was given and changed in place, what it was."""
-        given = self._found(tensor)
-        return tensor if given is None or not given.is_changed else given.original.view(tensor.shape)
+        copy = self._found(tensor)
+        return tensor if copy is None or not copy.is_changed else copy.original.view(tensor.shape)
 
     @property
     def has_other_targets(self) -> bool:
         """Whether labels were changed in place so that there are more or fewer targets."""
         return any(
-            given.ignored is not None
-            and given.is_changed
-            and int((given.tensor == given.ignored).sum()) != int((given.original == given.ignored).sum())
-            for given in self._given
+            copy.ignored is not None
+            and copy.is_changed
+            and int((copy.tensor == copy.ignored).sum()) != int((copy.original == copy.ignored).sum())
+            for copy in self._copies
         )
 
-    def _found(self, tensor: Any) -> _Given | None:
-        if not isinstance(tensor, Tensor) or not self._given:
+    def _found(self, tensor: Any) -> _Copy | None:
+        if not isinstance(tensor, Tensor) or not self._copies:
             return None
         place = tensor.data_ptr()
-        same = (given for given in self._given if given.tensor.data_ptr() == place)
-        return next((given for given in same if given.tensor.numel() == tensor.numel()), None)
+        same = (copy for copy in self._copies if copy.tensor.data_ptr() == place)
+        return next((copy for copy in same if copy.tensor.numel() == tensor.numel()), None)
 
 
 class GivenInputs:

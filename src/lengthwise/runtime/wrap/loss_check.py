@@ -120,18 +120,19 @@ def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) ->
     if mean_over not in (None, "targets"):
         return
     passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
-    own = next((forward for forward in passes if forward.noted.is_loss(loss)), None)
-    if own is not None and own.num_other_targets is not None:
+    made_by = next((forward for forward in passes if forward.noted.is_loss(loss)), None)
+    number = None if made_by is None else made_by.num_other_targets
+    if number is not None:
         has = f"{micro_batch.num_targets:,}"
+        has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
         raise CheckError(
-            f"the model was called with labels that have {own.num_other_targets:,} targets, and its micro-batch has "
-            f"{has if own.num_other_targets != micro_batch.num_targets else f'as many in other sequences ({has})'}, by "
-            "which its loss is weighted in the step; put such labels into the items, or make a loss of the logits by "
+            f"the model was called with labels that have {number:,} targets, and its micro-batch has {has}, by which "
+            "its loss is weighted in the step; put such labels into the items, or make a loss of the logits by "
             "micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and give it as step.backward(loss, "
             "mean_over='step')"
         )
     is_counted = mean_over is None and any(forward.num_made_targets is not None for forward in passes)
-    if own is None and not is_counted and micro_batch.handed_out.has_other_targets:
+    if made_by is None and not is_counted and micro_batch.handed_out.has_other_targets:
         raise CheckError(
             "labels of the micro-batch were changed in place and have more or fewer targets now, so the weight in the "
             "step of a loss that the loop makes is not known; change copies where the loss has the targets of the "

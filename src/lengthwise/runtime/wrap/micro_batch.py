@@ -57,7 +57,7 @@ class MicroBatch:
 
     @cached_property
     def given(self) -> GivenInputs:
-        """The same arguments, as the loop was given them."""
+        """The arguments of the model's forward, whatever the loop does to :attr:`inputs`."""
         return GivenInputs(self._make_inputs(self))
 
     def whole(self) -> "MicroBatch":
@@ -84,7 +84,7 @@ class MicroBatch:
     @cached_property
     def positions(self) -> Tensor:
         """[t] int64: the position in its sequence of each slot of this rank."""
-        return self.handed_out.copy(self.shard.positions)
+        return self.handed_out.copy_of(self.shard.positions)
 
     @cached_property
     def sequences(self) -> list[np.ndarray]:
@@ -168,7 +168,7 @@ class MicroBatch:
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             labels_T[start : start + length] = labels_of(sequence)
         labels_T[labels_T == self._collator.ignore_index] = IGNORE
-        return self.handed_out.copy(self.own(labels_T), ignored=IGNORE)
+        return self.handed_out.copy_of(self.own(labels_T), ignored=IGNORE)
 
     @cached_property
     def targets_to_shift(self) -> Tensor:
@@ -360,7 +360,7 @@ class MicroBatch:
     @cached_property
     def tokens(self) -> Tensor:
         """[t] int64 token ids."""
-        return self.handed_out.copy(self._fed[0])
+        return self.handed_out.copy_of(self._fed[0])
 
     @cached_property
     def targets(self) -> Tensor:
@@ -368,12 +368,13 @@ class MicroBatch:
         return self._with_ignored(self._fed[1])
 
     def _with_ignored(self, labels: Tensor) -> Tensor:
-        return self.handed_out.copy(labels.masked_fill(labels == IGNORE, self.ignore_index), ignored=self.ignore_index)
+        labels = labels.masked_fill(labels == IGNORE, self.ignore_index)
+        return self.handed_out.copy_of(labels, ignored=self.ignore_index)
 
     @cached_property
     def labels(self) -> Tensor:
         """[t] int64: what each token is to predict, -100 where nothing, as transformers models take it."""
-        return self.handed_out.copy(self._fed[1], ignored=IGNORE)
+        return self.handed_out.copy_of(self._fed[1], ignored=IGNORE)
 
     @property
     def has_target(self) -> Tensor:

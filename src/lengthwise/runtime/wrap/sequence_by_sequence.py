@@ -123,8 +123,8 @@ class SequenceBySequence:
             with active(alone.shard):
                 of_sequences.append(alone.inputs)
         shared = {name: value for name, value in arguments.items() if name in of_all}
-        kept = {name for name in shared if not micro_batch.given.is_changed(name)}
-        same = {name for name in kept if _is_equal(shared[name], of_all[name])}
+        unchanged = {name for name in shared if not micro_batch.given.is_changed(name)}
+        same = {name for name in unchanged if _is_equal(shared[name], of_all[name])}
         for name in shared.keys() - same:
             is_constant = all(_is_equal(inputs.get(name), of_all[name]) for inputs in of_sequences)
             if not is_constant and not self._is_by_slot(shared[name], shard.num_slots):
