@@ -52,6 +52,8 @@ def test_labels_that_are_changed_after_the_forward_are_not_learned():
 
     expected = train(llama().float(), kept, items)
     assert_equal(train(llama().float(), changed, items), expected)
+    expected = train(llama().float(), kept, items, recompute="all")
+    assert_equal(train(llama().float(), changed, items, recompute="all"), expected)
 
 
 @pytest.mark.parametrize("policy", ["dcp-intra", "static"])
