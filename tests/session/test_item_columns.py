@@ -348,6 +348,22 @@ def test_columns_that_change_nothing_are_named_once(capsys):
     assert "not used" not in capsys.readouterr().err
 
 
+class TakingAny(models.GPT):
+    def forward(self, idx, targets=None, **others):
+        return super().forward(idx, targets)
+
+
+@pytest.mark.parametrize("kind", [models.GPT, TakingAny])
+def test_a_column_of_integers_by_token_that_nothing_uses_is_warned_of(kind, caplog):
+    segments = [np.arange(len(row)) // 2 for row in ROWS]
+    zeros = [np.zeros_like(row) for row in ROWS]
+    given = items(segments=segments, token_type_ids=zeros, word_ids=segments)
+    given = [item | {"attention_mask": [1] * len(item["input_ids"]), "counts": [1, 2, 3]} for item in given]
+    learned(kind().double(), given)
+    (warning,) = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
+    assert "no such argument: segments. " in warning and "loss_columns=('segments',)" in warning
+
+
 def test_what_random_items_hold_is_another_thing_at_every_read():
     class Augmented:
         def __len__(self):

@@ -323,3 +323,14 @@ def _report(
         say(f"columns of items that are not used: {names}")
     if num_sequences > num_items and not has_units:
         say(f"{num_items:,} rows that were packed before are split into their {num_sequences:,} sequences")
+
+
+def warn_of_columns(columns: ItemColumns) -> None:
+    """Warn of columns of integers by token that nothing uses, which a forward may have been meant to get."""
+    if names := [name for name, is_by_token in columns.maybe_meant.items() if is_by_token]:
+        _log.warning(
+            "columns of items that hold an integer for each token are not used, as the model's forward names no such "
+            "argument: %s. To give it one, name it there (def forward(self, ..., %s=None)), or keep it by "
+            "loss_columns=(%r,) and make the forward's arguments with inputs=; else leave it out of the items",
+            ", ".join(names), names[0], names[0],
+        )  # fmt: skip

@@ -16,6 +16,7 @@ from lengthwise.session.item_values import (
     ExpectedColumns,
     ItemRow,
     as_array,
+    cannot_be_used,
     first_leaf,
     is_mapping,
     row_advice,
@@ -43,6 +44,8 @@ class ItemColumns:
         self.expected = expected
         self.unused: dict[str, str] = {}
         """Names of columns that are not used, with the reason."""
+        self.maybe_meant: dict[str, bool] = {}
+        """Names of those that the forward may be meant to get; whether each item has one integer per token in it."""
 
     def read(self, number: int, item: Any) -> ItemRow:
         """What the item with this number holds; of a unit, all of its members end to end.
@@ -318,7 +321,7 @@ class ItemColumns:
             return None
         leaf = first_leaf(value)
         if not isinstance(leaf, bool | int | float | np.generic | torch.Tensor):
-            raise _cannot_be_used(where, name, f"holds {type(leaf).__name__}")
+            raise cannot_be_used(where, name, f"holds {type(leaf).__name__}")
         array = as_array(f"{name} of {where}", value)
         others = (*_NOT_PASSED, *_MEANINGFUL)
         is_taken = name in self.expected.arguments - _OWN_ARGUMENTS and not any(part in name for part in others)
@@ -327,7 +330,9 @@ class ItemColumns:
             return array.astype(np.int64)
         reason = self._reason_refused(name, array)
         if reason:
-            raise _cannot_be_used(where, name, reason)
+            raise cannot_be_used(where, name, reason)
+        is_meant = is_per_token and array.ndim == 1 and array.dtype.kind in "biu" and name != "token_type_ids"
+        self.maybe_meant[name] = is_meant and self.maybe_meant.get(name, True)
         self._leave_out(name, "all are 0" if name == "token_type_ids" else "")
         return None
 
@@ -360,7 +365,7 @@ class ItemColumns:
         """Raise ``InputError`` for columns of values for slots, which only the user's own forward could use."""
         for name, value in values.items():
             if self._reason_not_used(name, value) is None and np.ndim(value):
-                raise _cannot_be_used(where, name, f"is not known for slots of {self.expected.slot_tokens} tokens")
+                raise cannot_be_used(where, name, f"is not known for slots of {self.expected.slot_tokens} tokens")
             self._leave_out(name)
 
 
@@ -391,10 +396,3 @@ def _repeated(array: np.ndarray, num_slots: int) -> str:
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         return ""
     return f"; repeat a vector for the whole sequence to [{num_slots}, {len(array)}]"
-
-
-def _cannot_be_used(where: str, name: str, reason: str) -> InputError:
-    return InputError(
-        f"column {name} of {where} {reason}; leave it out of the items, or make the forward's arguments yourself with "
-        "inputs=lambda micro_batch: {...}"
-    )

@@ -104,3 +104,11 @@ def row_advice(tokens: np.ndarray) -> str:
     if tokens.ndim == 1 and tokens.dtype.kind == "f" and bool((tokens == np.floor(tokens)).all()):
         return "its ids are floats: give them as integers"
     return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"
+
+
+def cannot_be_used(where: str, name: str, reason: str) -> InputError:
+    """The error for a column that would change what is learned, and that nobody knows how to use."""
+    return InputError(
+        f"column {name} of {where} {reason}; leave it out of the items, or make the forward's arguments yourself with "
+        "inputs=lambda micro_batch: {...}"
+    )

@@ -52,6 +52,7 @@ from lengthwise.session.coupled_units import (
     planner_that_cuts,
     with_members_planned,
 )
+from lengthwise.session.dataset_items import DatasetItems, warn_of_columns
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.fallbacks import ComparedCalls, learn_exactly
 from lengthwise.session.id_ranges import IdRanges
@@ -317,6 +318,8 @@ def _read(
         expected=expected,
         say=say,
     )
+    if world.is_first and isinstance(sequences.store, DatasetItems):
+        warn_of_columns(sequences.store.columns)
     chosen = with_metric_of(chosen, sequences.view)
     check_takes(model, sequences)
     is_default = expected.objective == NEXT_TOKEN and chosen.objective is None and chosen.inputs is None

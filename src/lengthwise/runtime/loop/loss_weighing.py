@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -21,6 +23,10 @@ class Uses(IntFlag):
     TARGETS = 1
     UNITS = 2
     """Means over units, and sums, whose weights no number of targets changes."""
+    TOKENS = 4
+    """Means over tokens or sequences."""
+    CHANGED = 8
+    """Labels that a loop changed in place have another number of targets than the step's totals count."""
 
 
 class Weighing:
@@ -47,12 +53,14 @@ class Weighing:
         count = targets_of_loss(micro_batch, loss, is_checked=mean_over is None)
         if count != micro_batch.num_targets and "targets" in micro_batch.means:
             raise InputError(
-                f"labels that inputs= makes have {count:,} targets, and the micro-batch has "
+                f"labels that inputs= makes, or were changed in place, have {count:,} targets, and the micro-batch has "
                 f"{micro_batch.num_targets:,}, which micro_batch.mean(values, over='targets') divides by; give such "
                 "terms over='tokens', with "
                 "count_targets=True, or put those labels into the items"
             )
         self._note(micro_batch, mean_over)
+        if count != micro_batch.num_targets and micro_batch.handed_out.has_other_targets:
+            self.uses |= Uses.CHANGED
         self.num_targets += count
         if mean_over in (None, "targets"):
             if count:
@@ -104,6 +112,13 @@ class Weighing:
         Raises:
             InputError: some ranks have means over targets, and others over units, and targets are not counted.
         """
+        union = reduce(or_, map(Uses, uses), Uses(0))
+        if Uses.CHANGED in union and union & (Uses.UNITS | Uses.TOKENS):
+            raise InputError(
+                "a loop changed labels in place so that they have another number of targets, and means over tokens, "
+                "sequences or units beside means over targets need that number before the first backward; put such "
+                "labels into the items"
+            )
         if not any(Uses.UNITS in Uses(of_rank) for of_rank in uses):
             return self.totals.targets / num_targets
         if any(Uses.TARGETS in Uses(of_rank) for of_rank in uses):
@@ -118,9 +133,11 @@ class Weighing:
         means = micro_batch.means
         if mean_over in (None, "targets") or "targets" in means:
             self.uses |= Uses.TARGETS
+        if mean_over == "tokens" or means & {"tokens", "sequences"}:
+            self.uses |= Uses.TOKENS
         if mean_over == "units" or means & {"units", "sum"}:
             self.uses |= Uses.UNITS
-        if self.uses == Uses.TARGETS | Uses.UNITS:
+        if self.uses & Uses.TARGETS and self.uses & Uses.UNITS:
             self.totals.check_exact("units")
 
 

@@ -30,7 +30,7 @@ from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.loss_backward import backward, copies_of
-from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
+from lengthwise.runtime.wrap.loss_check import MeanOver, check_form, check_targets
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
@@ -227,6 +227,7 @@ class Step:
         shard = micro_batch.shard
         check_form(loss, len(shard.passes))
         self.run.trained_outside.check_new(loss, side)
+        check_targets(loss, micro_batch, mean_over)
         if mean_over is None:
             self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
         if mean_over in (None, "targets", "tokens") and self.run.wrapped_model.by_sequence is None:

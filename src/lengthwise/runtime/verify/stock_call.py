@@ -83,7 +83,7 @@ def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> t
             if not (num_targets := run.wrapped_model.targets_of(micro_batch)):
                 return None, 0
             loss = run.wrapped_model.loss_of(output, micro_batch)
-    if micro_batch.has_read_labels:
+    if micro_batch.handed_out.has_labels:
         run.wrapped_model.labels = replace(run.wrapped_model.labels, are_read=True)
     if micro_batch.slot_tokens == 1:
         uncounted = calls.uncounted(loss, lambda: micro_batch.labels)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError
-from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.wrap.loss_places import num_with_targets
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
@@ -32,18 +32,12 @@ def check_not_bent(loss: Tensor, *, model: str, micro_batch: MicroBatch) -> None
     if len(micro_batch.shard.ids) == 1 or isinstance(loss, MissingTensor):
         return
     bends = _bends(loss, {edge.node for forward in micro_batch.shard.passes for edge, _ in forward.roots})
-    if bends and len(bends) < _num_with_targets(micro_batch):
+    if bends and len(bends) < num_with_targets(micro_batch):
         raise CheckError(
             f"the loss of {model} has an operation with a kink after its mean over a micro-batch ({bends[0]}, such as "
             "clamp, abs or flooding), so what it learns depends on which sequences share one. Take it of the loss of "
             "each token or sequence, before the mean; or leave it out"
         )
-
-
-def _num_with_targets(micro_batch: MicroBatch) -> int:
-    """The number of sequences that have a target on this rank."""
-    labels = micro_batch.labels
-    return len(micro_batch.shard.sequences.to(labels.device)[labels != IGNORE].unique())
 
 
 def _bends(loss: Tensor, outputs: Set[Any]) -> list[str]:

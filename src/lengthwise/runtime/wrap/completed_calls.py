@@ -5,11 +5,12 @@ which a model would count through the whole pack, and that labels are shifted al
 more. What the tokens or labels of the micro-batch leave no doubt of is filled in; the rest is refused.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
@@ -32,11 +33,12 @@ class CompletedCall:
     """The number of targets where it is not the micro-batch's, so that the step does not know the loss' weight."""
 
     num_made_targets: int | None = None
-    """The number of targets of labels that ``inputs=`` makes, which weighs the loss; None: the micro-batch's."""
+    """The number of targets of labels that ``inputs=`` makes, or the loop changed in place, which weighs the loss;
+    None: the micro-batch's."""
 
     def weighed_by_micro_batch(self) -> "CompletedCall":
         """Return the same call, whose loss is made elsewhere or has no weight."""
-        return replace(self, num_targets=None)
+        return replace(self, num_targets=None, num_made_targets=None)
 
     def weighed_by_labels(self, made: MadeLabels, micro_batch: MicroBatch) -> "CompletedCall":
         """Return the same call, whose loss is weighted by the targets of labels that ``inputs=`` makes."""
@@ -58,6 +60,17 @@ class LabelUse:
     """Whether it is a user's own module, whose labels have an ``ignore_index`` of its own."""
     drops_first: bool = False
     """Whether the label of a sequence's first token is that of none."""
+    is_by_sequence: bool = False
+    """Whether the model computes sequence by sequence, whose losses are weighted by the targets that they had."""
+
+    @property
+    def has_other_slots(self) -> bool:
+        """Whether the targets of labels are not counted by the slots of a pack that have them."""
+        return self.drops_first or self.is_by_sequence
+
+    def ignored(self, micro_batch: MicroBatch) -> int:
+        """The label that has no loss."""
+        return micro_batch.ignore_index if self.is_module else IGNORE
 
 
 class CallCompletion:
@@ -92,8 +105,8 @@ class CallCompletion:
         if self._is_named and len(args) <= len(self._positional):
             kwargs = dict(zip(self._positional[1:], args[1:])) | kwargs  # by name they can be completed
             args = args[:1]
-        elif len(args) > 1:
-            return CompletedCall(args=args, kwargs=kwargs)  # which of them is what cannot be told
+        elif len(args) > 1:  # which of them is what cannot be told
+            return CompletedCall(args=args, kwargs=kwargs, num_targets=_changed_number(args, micro_batch))
         if not self._is_of_slots(args, kwargs, micro_batch, inputs):
             return CompletedCall(args=args, kwargs=kwargs)
         first = dict.fromkeys(self._positional[: len(args)])
@@ -106,7 +119,13 @@ class CallCompletion:
         if use is None:
             return CompletedCall(args=args, kwargs=completed)
         labels, num_targets = self._labels(completed, micro_batch, inputs, use)
-        return CompletedCall(args=args, kwargs=completed | labels, num_targets=num_targets)
+        completed = completed | labels
+        call = CompletedCall(args=args, kwargs=completed, num_targets=num_targets)
+        used = completed.get(_SHIFTED)
+        used = completed.get(_name(inputs)) if used is None else used
+        if use.has_other_slots or micro_batch.handed_out.targets_of_changed(used) is None:
+            return call
+        return replace(call, num_targets=None, num_made_targets=num_targets)
 
     def _takes(self, name: str) -> bool:
         return self._takes_any or name in self._names
@@ -127,18 +146,20 @@ class CallCompletion:
         self, kwargs: dict[str, Any], micro_batch: MicroBatch, inputs: dict[str, Any], use: LabelUse
     ) -> tuple[dict[str, Tensor], int | None]:
         """The labels that the forward is to get, and the number of targets if it is not the micro-batch's."""
-        name = next((name for name in TARGETS if name in inputs), _LABELS)
-        labels, expected, shifted = kwargs.get(name), inputs.get(name), kwargs.get(_SHIFTED)
+        name, as_given = _name(inputs), micro_batch.handed_out.as_given
+        labels, expected, shifted = kwargs.get(name), as_given(inputs.get(name)), kwargs.get(_SHIFTED)
         if shifted is None and (labels is None or _is_same(labels, expected)):
             return {_SHIFTED: labels} if labels is not None and _SHIFTED in inputs else {}, None
-        if shifted is not None and _is_same(shifted, inputs.get(_SHIFTED)) and _is_same(labels, expected):
+        if shifted is not None and _is_same(shifted, as_given(inputs.get(_SHIFTED))) and _is_same(labels, expected):
             return {}, None
         if shifted is not None:
-            return self._shifted(labels, shifted, micro_batch, inputs)
+            return self._shifted(labels, shifted, micro_batch, inputs, use)
         if not isinstance(labels, Tensor) or not isinstance(expected, Tensor) or labels.shape != expected.shape:
-            return {}, _other_number(labels, micro_batch, micro_batch.ignore_index if use.is_module else IGNORE)
+            return {}, _other_number(labels, micro_batch, use)
         if use.has_two_forms and any(_is_same(labels, other, micro_batch) for other in _forms(micro_batch)):
             return {name: expected} | ({_SHIFTED: expected} if _SHIFTED in inputs else {}), None
+        if use.crosses_ends and _is_at(labels, inputs[name]):  # changed in place
+            return {_SHIFTED: labels}, _other_number(labels, micro_batch, use)
         if use.crosses_ends:
             raise self._refusal(name)
         return self._others(name, labels, micro_batch, use)
@@ -147,16 +168,17 @@ class CallCompletion:
         self, name: str, labels: Tensor, micro_batch: MicroBatch, use: LabelUse
     ) -> tuple[dict[str, Tensor], int | None]:
         """Labels of the user's own, which the model uses as they are, or shifts within sequences."""
-        ignored = micro_batch.ignore_index if use.is_module else IGNORE
-        if use.is_module and use.drops_first and _is_same(labels, micro_batch.targets[None], micro_batch):
-            return {name: micro_batch.targets_to_shift[None]}, None
+        as_given = micro_batch.handed_out.as_given
+        is_shifting = use.is_module and use.drops_first
+        if is_shifting and _is_same(labels, as_given(micro_batch.targets)[None], micro_batch):
+            return {name: as_given(micro_batch.targets_to_shift)[None]}, None
         if use.drops_first and labels.shape == (1, micro_batch.shard.num_slots):
-            is_of_none = (micro_batch.positions == 0) | (micro_batch.shard.sequences < 0)
-            labels = labels.masked_fill(is_of_none, ignored)
-        return {name: labels}, _other_number(labels, micro_batch, ignored)
+            is_of_none = (micro_batch.shard.positions == 0) | (micro_batch.shard.sequences < 0)
+            labels = labels.masked_fill(is_of_none, use.ignored(micro_batch))
+        return {name: labels}, _other_number(labels, micro_batch, use)
 
     def _shifted(
-        self, labels: Any, shifted: Any, micro_batch: MicroBatch, inputs: dict[str, Any]
+        self, labels: Any, shifted: Any, micro_batch: MicroBatch, inputs: dict[str, Any], use: LabelUse
     ) -> tuple[dict[str, Tensor], int | None]:
         """Labels beside ``shift_labels``, of which the model uses these alone."""
         others = (inputs.get(_LABELS), shifted, *_forms(micro_batch))
@@ -166,7 +188,7 @@ class CallCompletion:
                 "shift_labels alone; give both what each token is to predict: model(**{**micro_batch.inputs, 'labels': "
                 "targets, 'shift_labels': targets})"
             )
-        return {}, _other_number(shifted, micro_batch, IGNORE)
+        return {}, _other_number(shifted, micro_batch, use)
 
     def _refusal(self, name: str) -> InputError:
         return InputError(
@@ -185,7 +207,8 @@ def _is_missing(name: str, kwargs: dict[str, Any]) -> bool:
 
 def _forms(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """The labels of the micro-batch: what each token predicts, and each token's own."""
-    return micro_batch.labels[None], micro_batch.unshifted_labels[None]
+    as_given = micro_batch.handed_out.as_given
+    return as_given(micro_batch.labels)[None], as_given(micro_batch.unshifted_labels)[None]
 
 
 def _is_same(labels: Any, others: Any, micro_batch: MicroBatch | None = None) -> bool:
@@ -196,7 +219,7 @@ def _is_same(labels: Any, others: Any, micro_batch: MicroBatch | None = None) ->
         return False
     if labels.shape != others.shape or labels.device != others.device or labels.is_floating_point():
         return False
-    if labels.data_ptr() == others.data_ptr() and labels.stride() == others.stride():
+    if _is_at(labels, others):
         return True
     is_equal = labels == others
     if micro_batch is not None and is_equal.shape == (1, micro_batch.shard.num_slots):
@@ -204,9 +227,34 @@ def _is_same(labels: Any, others: Any, micro_batch: MicroBatch | None = None) ->
     return bool(is_equal.all())
 
 
-def _other_number(labels: Any, micro_batch: MicroBatch, ignored: int) -> int | None:
+def _is_at(labels: Any, others: Any) -> bool:
+    """Whether two tensors of labels are one in memory."""
+    if not isinstance(labels, Tensor) or not isinstance(others, Tensor):
+        return False
+    return labels.data_ptr() == others.data_ptr() and labels.stride() == others.stride()
+
+
+def _name(inputs: dict[str, Any]) -> str:
+    """The argument that has the labels."""
+    return next((name for name in TARGETS if name in inputs), _LABELS)
+
+
+def _other_number(labels: Any, micro_batch: MicroBatch, use: LabelUse) -> int | None:
     """The number of targets of labels of a user's own, unless it is the micro-batch's."""
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    number = int((labels != ignored).sum())
-    return None if number == micro_batch.num_targets else number
+    is_target = labels != use.ignored(micro_batch)
+    number = int(is_target.sum())
+    if number != micro_batch.num_targets:
+        return number
+    if use.is_by_sequence and is_target.numel() == micro_batch.shard.num_slots:
+        sequences = micro_batch.shard.sequences
+        of_others = (sequences[has.flatten()].sort().values for has in (is_target, micro_batch.has_target))
+        return None if torch.equal(*of_others) else number
+    return None
+
+
+def _changed_number(values: Iterable[Any], micro_batch: MicroBatch) -> int | None:
+    """The number of targets of labels among ``values`` that were changed in place, unless it is the micro-batch's."""
+    numbers = (micro_batch.handed_out.targets_of_changed(value) for value in values)
+    return next((number for number in numbers if number not in (None, micro_batch.num_targets)), None)

@@ -87,7 +87,8 @@ class ForwardPass:
     num_other_targets: int | None = None
     """The number of targets of the labels that the loop gave it, where that is not the micro-batch's."""
     num_made_targets: int | None = None
-    """The number of this rank's targets in labels that ``inputs=`` makes; None: they are the micro-batch's."""
+    """The number of this rank's targets in labels that ``inputs=`` makes, or the loop changed in place; None: they are
+    the micro-batch's."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
     """The outputs at which a backward without a loss begins, and zeros of their shapes."""
 

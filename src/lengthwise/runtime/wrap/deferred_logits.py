@@ -24,6 +24,8 @@ from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_e
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.deferred_loss import METADATA, QUERIES, DeferredLoss
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.handed_out import version_of
+from lengthwise.runtime.wrap.loss_guard import HasStep
 from lengthwise.runtime.wrap.model_accessors import output_embeddings
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
@@ -48,12 +50,22 @@ class DeferredLogits(Tensor):
     _calls: tuple[Call, ...]
     _whole: Tensor | None
     _views: list["ref[DeferredLogits]"]
+    _versions: list[int]
+    _is_past: Callable[[], bool] | None
+    """Whether the weights are those of a later step."""
 
     @staticmethod
     def __new__(
-        cls, hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None, calls: tuple[Call, ...] = ()
+        cls,
+        hidden: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        calls: tuple[Call, ...] = (),
+        is_past: Callable[[], bool] | None = None,
     ) -> "DeferredLogits":
-        """``calls`` are made one after another on the product of the head."""
+        """``calls`` are made one after another on the product of the head; ``is_past``: whether its weights are those
+        of a later step, None: they stay.
+        """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             example = _apply(calls, F.linear(hidden.flatten(0, -2)[:0], weight_VD, bias_V))
         logits: DeferredLogits = Tensor._make_wrapper_subclass(
@@ -64,7 +76,8 @@ class DeferredLogits(Tensor):
             requires_grad=torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad),
         )
         logits._hidden, logits._weights, logits._calls = hidden, (weight_VD, bias_V), calls
-        logits._whole, logits._views = None, [ref(logits)]
+        logits._is_past = is_past
+        logits._whole, logits._views, logits._versions = None, [ref(logits)], logits._present_versions()
         return logits
 
     @classmethod
@@ -91,9 +104,21 @@ class DeferredLogits(Tensor):
     def whole(self) -> Tensor:
         """The [..., V] logits, computed once."""
         if self._whole is None:
+            self._check_unchanged()
             with torch._C.DisableTorchFunction():
                 self._whole = _apply(self._calls, F.linear(self._hidden, *self._weights))
         return self._whole
+
+    def _present_versions(self) -> list[int]:
+        return [version_of(x) for x in (self._hidden, *self._weights) if x is not None]
+
+    def _check_unchanged(self) -> None:
+        """Raise ``InputError`` if what the logits are made of was changed after their forward."""
+        if self._present_versions() != self._versions or (self._is_past is not None and self._is_past()):
+            raise InputError(
+                "logits are first used when the hidden states or weights that they are made of have changed, such as "
+                "by step.update(); use them before, or keep logits.whole()"
+            )
 
     def _check_not_aliased(self, name: str) -> None:
         """Raise ``InputError`` before logits change in place of which a view would not change."""
@@ -122,8 +147,9 @@ class DeferredLogits(Tensor):
         if func is Tensor.detach:
             weight_VD, bias_V = self._weights
             return DeferredLogits(
-                self._hidden.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach(), self._calls
-            )
+                self._hidden.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach(), self._calls,
+                self._is_past,
+            )  # fmt: skip
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         if func in _REDUCTIONS:
@@ -135,14 +161,16 @@ class DeferredLogits(Tensor):
         return NotImplemented
 
     def _then(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "DeferredLogits":
-        after = DeferredLogits(self._hidden, *self._weights, calls=(*self._calls, (func, args, kwargs)))
+        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # a loop may change them in place
+        calls = (*self._calls, (func, args, kwargs))
+        after = DeferredLogits(self._hidden, *self._weights, calls=calls, is_past=self._is_past)
         if func in _CASTS and (after.dtype, after.device) == (self.dtype, self.device):
             return self
         return after
 
     def _of(self, hidden: Tensor) -> "DeferredLogits":
         """A view of these logits: those of other hidden states."""
-        view = DeferredLogits(hidden, *self._weights, calls=self._calls)
+        view = DeferredLogits(hidden, *self._weights, calls=self._calls, is_past=self._is_past)
         self._views.append(ref(view))
         view._views = self._views
         return view
@@ -179,6 +207,7 @@ class DeferredLogits(Tensor):
             return NotImplemented
         is_plain = all(func in _CASTS for func, _, _ in self._calls) and not label_smoothing
         if reduction in ("mean", "sum") and is_plain and self.dtype == _wide(self._hidden.dtype):
+            target = target.clone()  # a loop may change it in place
             inputs = [self._hidden, target, *(x for x in self._weights if x is not None)]
             compute = partial(self._fused_cross_entropy, target, ignore_index, reduction)
             return DeferredLoss(compute, inputs=inputs, dtype=self.dtype)
@@ -193,6 +222,7 @@ class DeferredLogits(Tensor):
 
     def _fused_cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
         """The mean or sum over targets, whose gradients are made with it."""
+        self._check_unchanged()
         targets = target.masked_fill(target == ignore_index, IGNORE)
         with torch._C.DisableTorchFunction():
             loss = chunked_cross_entropy(
@@ -214,6 +244,7 @@ class DeferredLogits(Tensor):
 
         The logits of a chunk are computed again in the backward.
         """
+        self._check_unchanged()
         rows = self._hidden.flatten(0, -2)
         rows_of_others = [other.reshape(len(rows), *other.shape[self.dim() - 1 :]) for other in others]
 
@@ -277,8 +308,8 @@ def _has_hooks(head: nn.Module) -> bool:
 class DeferredHead:
     """Makes the head of a transformers model return :class:`DeferredLogits`, until it is released."""
 
-    def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
-        """``is_plain``: whether the head computes as before it was prepared."""
+    def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool], of: HasStep | None = None) -> None:
+        """``is_plain``: whether the head computes as before it was prepared; ``of``: the prepared model."""
         self._forward: PreparedForward | None = None
         self.parameters: list[nn.Parameter] = []
         """Those that logits are made of after the forward."""
@@ -295,8 +326,13 @@ class DeferredHead:
             if not torch.is_grad_enabled():  # nor when logits are computed
                 weight, bias_V = weight.detach(), None if bias_V is None else bias_V.detach()
             if dtype is None or hidden.dtype is torch.float64:  # which autocast leaves as it is
-                return DeferredLogits(hidden, weight, bias_V)
-            return DeferredLogits(hidden.to(dtype), weight.to(dtype), None if bias_V is None else bias_V.to(dtype))
+                return DeferredLogits(hidden, weight, bias_V, is_past=past())
+            cast = weight.to(dtype), None if bias_V is None else bias_V.to(dtype)
+            return DeferredLogits(hidden.to(dtype), *cast, is_past=past() if cast[0] is weight else None)
+
+        def past() -> Callable[[], bool] | None:
+            begun = 0 if of is None else of.next_step
+            return None if of is None else lambda: of.next_step != begun
 
         stock, self.parameters = head.forward, list(head.parameters())
         self._forward = PreparedForward(head, answer)

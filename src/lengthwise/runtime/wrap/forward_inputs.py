@@ -85,7 +85,7 @@ class ForwardInputs:
         """
         if (micro_batch := shard.micro_batch) is None or shard.has_failed:
             return CompletedCall(args=args, kwargs=kwargs)
-        inputs = self._of_frozen(micro_batch) if is_frozen else micro_batch.inputs
+        inputs = self._of_frozen(micro_batch) if is_frozen else micro_batch.given.values
         use = self._label_use(inputs)
         fills = POSITIONS if self._make is not None else tuple(inputs)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
@@ -147,8 +147,8 @@ class ForwardInputs:
         if self._takes_cache:
             inputs["use_cache"] = False
         labels = ("labels", "shift_labels")
-        if self._is_hugging_face and all(name in micro_batch.inputs for name in labels):
-            inputs |= {name: micro_batch.inputs[name] for name in labels}
+        if self._is_hugging_face and all(name in micro_batch.given.values for name in labels):
+            inputs |= {name: micro_batch.given.values[name] for name in labels}
         return inputs
 
     @property
@@ -161,10 +161,11 @@ class ForwardInputs:
         if self._make is not None:
             return None
         if not self._is_hugging_face:
-            return LabelUse(is_module=True, drops_first=self._convention().is_in_module)
+            in_module = self._convention().is_in_module
+            return LabelUse(is_module=True, drops_first=in_module, is_by_sequence=self._is_by_sequence)
         return LabelUse(
             has_two_forms=self._shifts, crosses_ends="shift_labels" in inputs,
-            drops_first=self._shifts and self._is_by_sequence,
+            drops_first=self._shifts and self._is_by_sequence, is_by_sequence=self._is_by_sequence,
         )  # fmt: skip
 
     def _position_argument(self, micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -107,7 +107,6 @@ class LossCheck:
         """
         _check_labels(wrapped_model, micro_batch)
         passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
-        _check_targets(loss, micro_batch, passes)
         noted = [forward.noted for forward in passes if forward.num_other_targets is None]
         if any(note.is_loss(loss) for note in noted) or micro_batch.num_targets == 0:
             return  # or a mean over nothing
@@ -209,15 +208,29 @@ def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
         )
 
 
-def _check_targets(loss: Tensor, micro_batch: Any, passes: Sequence[Any]) -> None:
-    """Raise ``CheckError`` if one of the forwards made the loss of labels with another number of targets."""
-    number = next((forward.num_other_targets for forward in passes if forward.noted.is_loss(loss)), None)
+def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) -> None:
+    """Raise ``CheckError`` if a loss is a mean over another number of targets than it is weighted by."""
+    if mean_over not in (None, "targets"):
+        return
+    passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
+    made_by = next((forward for forward in passes if forward.noted.is_loss(loss)), None)
+    number = None if made_by is None else made_by.num_other_targets
     if number is not None:
+        has = f"{micro_batch.num_targets:,}"
+        has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
         raise CheckError(
-            f"the model was called with labels that have {number:,} targets, and its micro-batch has "
-            f"{micro_batch.num_targets:,}, by which its loss is weighted in the step; put such labels into the items, "
-            "or make a loss of the logits by micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and "
-            "give it as step.backward(loss, mean_over='step')"
+            f"the model was called with labels that have {number:,} targets, and its micro-batch has {has}, by which "
+            "its loss is weighted in the step; put such labels into the items, or make a loss of the logits by "
+            "micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and give it as step.backward(loss, "
+            "mean_over='step')"
+        )
+    is_counted = mean_over is None and any(forward.num_made_targets is not None for forward in passes)
+    if made_by is None and not is_counted and micro_batch.handed_out.has_other_targets:
+        raise CheckError(
+            "labels of the micro-batch were changed in place and have more or fewer targets now, so the weight in the "
+            "step of a loss that the loop makes is not known; change copies where the loss has the targets of the "
+            "micro-batch, and for other targets make it by micro_batch.sum(values), divided by a number of the whole "
+            "step, and give it as step.backward(loss, mean_over='step')"
         )
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.runtime.models.targets import IGNORE
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossPlace:
@@ -60,5 +58,10 @@ def tells_apart(micro_batch: Any, place: LossPlace) -> bool:
     """Whether a loss that is the same there is so at all places of its kind: not if but one sequence has targets."""
     if not place.is_several or micro_batch.has_all_targets:
         return True
-    labels = micro_batch.labels
-    return len(micro_batch.shard.sequences.to(labels.device)[labels != IGNORE].unique()) > 1
+    return num_with_targets(micro_batch) > 1
+
+
+def num_with_targets(micro_batch: Any) -> int:
+    """The number of sequences that have a target on this rank."""
+    has_target = micro_batch.has_target
+    return len(micro_batch.shard.sequences.to(has_target.device)[has_target].unique())

@@ -11,6 +11,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.handed_out import HandedOut
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.sequence_sums import check_is_whole
 
@@ -77,8 +78,13 @@ class StepShare(Protocol):
         ...
 
     @property
-    def labels(self) -> Tensor:
-        """[t] int64: what each token is to predict, -100 where nothing."""
+    def has_target(self) -> Tensor:
+        """[t] bool: whether each slot is to predict anything."""
+        ...
+
+    @property
+    def handed_out(self) -> HandedOut:
+        """The tensors that the loop was given."""
         ...
 
     @property
@@ -108,7 +114,13 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
     _check_by_slot(shard, values, f"a mean over {over}")
     is_real = shard.sequences.to(values.device) >= 0
     if over == "targets":
-        is_target = is_real if micro_batch.num_targets and micro_batch.has_all_targets else micro_batch.labels != -100
+        if micro_batch.handed_out.has_other_targets:
+            raise InputError(
+                "labels of the micro-batch were changed in place, and micro_batch.mean(values, over='targets') divides "
+                "by the number of those that it had; change copies, or give micro_batch.sum(values) divided by a "
+                "number of the whole step, as step.backward(loss, mean_over='step')"
+            )
+        is_target = is_real if micro_batch.num_targets and micro_batch.has_all_targets else micro_batch.has_target
         weights, mask = torch.full_like(values.detach(), micro_batch.slot_tokens / totals.targets), is_target
     else:
         totals.check_exact(over)

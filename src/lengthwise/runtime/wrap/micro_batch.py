@@ -17,8 +17,9 @@ from lengthwise.runtime.train.micro_batch_tensors import feed, with_padding
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
+from lengthwise.runtime.wrap.handed_out import GivenInputs, HandedOut
 from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean, share_of_sum
-from lengthwise.runtime.wrap.sequence_sums import sums_by_sequence
+from lengthwise.runtime.wrap.sequence_sums import own_slots, sums_by_sequence
 
 
 class MicroBatch:
@@ -36,6 +37,8 @@ class MicroBatch:
         self._collator, self._make_inputs = collator, make_inputs
         self.slot_tokens, self.ignore_index = collator.slot_tokens, collator.ignore_index
         """The number of tokens in a slot, and the target of a token without a loss."""
+        self.has_all_targets = collator.has_all_targets
+        """Whether each slot of a sequence has a target."""
         self.totals = LossTotals(
             targets=max(1, sum(pack.lengths)), slots=sum(collator.lengths(pack)) // collator.slot_tokens,
             sequences=len(collator.members(pack)), units=self._count_units(),
@@ -43,15 +46,19 @@ class MicroBatch:
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
         """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any."""
-        self.has_read_labels = False
-        """Whether anybody has asked what its tokens are to predict."""
+        self.handed_out = HandedOut()
         shard.alone, shard.micro_batch = self._alone, self
         shard.targets_of = lambda: self.targets_by_sequence
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
         """The arguments of the model's forward."""
-        return self._make_inputs(self)
+        return self.given.inputs
+
+    @cached_property
+    def given(self) -> GivenInputs:
+        """The arguments of the model's forward, whatever the loop does to :attr:`inputs`."""
+        return GivenInputs(self._make_inputs(self))
 
     def whole(self) -> "MicroBatch":
         """Return a micro-batch of the same pack with all of its slots on this rank."""
@@ -74,10 +81,10 @@ class MicroBatch:
         """The number of ranks that share this micro-batch."""
         return self.shard.group.size
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """[t] int64: the position in its sequence of each slot of this rank."""
-        return self.shard.positions
+        return self.handed_out.copy_of(self.shard.positions)
 
     @cached_property
     def sequences(self) -> list[np.ndarray]:
@@ -91,16 +98,7 @@ class MicroBatch:
 
     def own_slots(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """For each sequence its number, which of this rank's slots it has, and their positions in it."""
-        shard = self.shard
-        offsets = shard.offsets[shard.places]
-        if shard.tree is None:
-            numbers = shard.sequences.cpu().numpy()
-            masks = ((sequence, numbers == sequence) for sequence in self.sequence_ids)
-        else:
-            segments, paths = shard.tree.segments[shard.places], [shard.tree.paths[leaf] for leaf in shard.tree.leaves]
-            masks = ((sequence, np.isin(segments, path)) for sequence, path in zip(self.sequence_ids, paths))
-        for sequence, is_own in masks:
-            yield sequence, np.flatnonzero(is_own), offsets[is_own]
+        return own_slots(self.shard, self.sequence_ids)
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
         """Select this rank's slots ``[t, ...]``, on its device, of a tensor ``[T, ...]`` for the whole pack.
@@ -165,21 +163,20 @@ class MicroBatch:
     @cached_property
     def unshifted_labels(self) -> Tensor:
         """[t] int64: each token's own label, for models that shift labels in their own loss."""
-        self.has_read_labels = True
         labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
         labels_of = self._collator.labels or self._collator.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             labels_T[start : start + length] = labels_of(sequence)
         labels_T[labels_T == self._collator.ignore_index] = IGNORE
-        return self.own(labels_T)
+        return self.handed_out.copy_of(self.own(labels_T), ignored=IGNORE)
 
-    @property
+    @cached_property
     def targets_to_shift(self) -> Tensor:
         """[t] int64: each token's own label, for modules that shift labels themselves; that of a sequence's first
         token, which none predicts, and of those without a loss is ``ignore_index``.
         """
-        labels = self.unshifted_labels.masked_fill(self.shard.positions == 0, IGNORE)
-        return labels.masked_fill(labels == IGNORE, self._collator.ignore_index)
+        labels = self.handed_out.as_given(self.unshifted_labels).masked_fill(self.shard.positions == 0, IGNORE)
+        return self._with_ignored(labels)
 
     @cached_property
     def passed(self) -> dict[str, Tensor]:
@@ -360,33 +357,36 @@ class MicroBatch:
         units = self._collator.units
         return 1 if units is None or units.are_split else units.num_members
 
-    @property
-    def has_all_targets(self) -> bool:
-        """Whether each slot of a sequence has a target."""
-        return self._collator.has_all_targets
-
-    @property
+    @cached_property
     def tokens(self) -> Tensor:
         """[t] int64 token ids."""
-        return self._fed[0]
+        return self.handed_out.copy_of(self._fed[0])
 
     @cached_property
     def targets(self) -> Tensor:
         """[t] int64: what each token is to predict, ``ignore_index`` where nothing."""
-        return self.labels.masked_fill(self.labels == IGNORE, self._collator.ignore_index)
+        return self._with_ignored(self._fed[1])
 
-    @property
+    def _with_ignored(self, labels: Tensor) -> Tensor:
+        labels = labels.masked_fill(labels == IGNORE, self.ignore_index)
+        return self.handed_out.copy_of(labels, ignored=self.ignore_index)
+
+    @cached_property
     def labels(self) -> Tensor:
         """[t] int64: what each token is to predict, -100 where nothing, as transformers models take it."""
-        self.has_read_labels = True
-        return self._fed[1]
+        return self.handed_out.copy_of(self._fed[1], ignored=IGNORE)
+
+    @property
+    def has_target(self) -> Tensor:
+        """[t] bool: whether each slot is to predict anything."""
+        return self._fed[1] != IGNORE
 
     @cached_property
     def num_targets(self) -> int:
         """The number of this rank's tokens that have a loss."""
         if self._collator.has_all_targets:
             return int((self.shard.sequences >= 0).sum()) * self._collator.slot_tokens
-        return int((self._fed[1] != IGNORE).sum())
+        return int(self.has_target.sum())
 
     def normal(self, *shape: int, call: int = 0) -> Tensor:
         """``[t, *shape]`` standard normal numbers that belong to the slots: the same at every degree, in every pack.

@@ -99,7 +99,7 @@ class StockPositions:
             self._rule = self._learn(_probe(self._model, micro_batch.tokens))
             self._is_learned = True
         if self._rule is None:
-            return shard.positions
+            return micro_batch.positions
         if shard.tree is not None:
             raise InputError(
                 f"share_prefixes=True: {type(self._model).__name__} derives positions from all of a sequence's tokens, "

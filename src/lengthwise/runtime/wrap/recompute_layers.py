@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -13,10 +14,12 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+from lengthwise.core.errors import CheckError
 from lengthwise.runtime.comm.activation_offload import OffloadedLayer
 from lengthwise.runtime.models.kept_attention import is_attention
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.handed_out import version_of
 from lengthwise.runtime.wrap.offload_layers import KeepOnHost, ReplayFromHost, by_position, saving
 
 
@@ -57,6 +60,39 @@ def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint_layer(call, call, shard, None, (*args, *kwargs.values()), {})
 
 
+class _NamedArguments:
+    """The keyword arguments of a layer that are tensors, which a loop may change in place before the backward."""
+
+    def __init__(self, shard: PackShard, kwargs: dict[str, Any]) -> None:
+        self._tensors = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        self._shard, self._versions, self._is_as_given = shard, dict[str, int](), dict[str, bool]()
+
+    def note(self) -> None:
+        """Note what they are in the first forward."""
+        for name, tensor in self._tensors.items():
+            self._versions[name], self._is_as_given[name] = version_of(tensor), self._given(tensor) is tensor
+
+    def as_noted(self) -> dict[str, Tensor]:
+        """What they were in the first forward.
+
+        Raises:
+            CheckError: one was changed since, and what it was is not known.
+        """
+        noted = {name: self._given(x) if self._is_as_given[name] else x for name, x in self._tensors.items()}
+        for name, tensor in self._tensors.items():
+            if noted[name] is tensor and version_of(tensor) != self._versions[name]:
+                raise CheckError(
+                    f"the argument {name} of a layer was changed in place after the forward, and the layer is computed "
+                    "again in the backward; change a copy"
+                )
+        return noted
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        micro_batch = self._shard.micro_batch
+        value: Tensor = tensor if micro_batch is None else micro_batch.handed_out.as_given(tensor)
+        return value
+
+
 def _is_prepared(layer: Any) -> bool:
     """Whether a layer's forward was replaced and decides about recompute by itself."""
     return getattr(getattr(layer, "__dict__", {}).get("forward"), "is_prepared", False)
@@ -75,12 +111,16 @@ def checkpoint_layer(
     The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
     """
     begun, around, is_second = shard.counts.copy(), shard.around_second_forward, False
+    named = _NamedArguments(shard, kwargs)  # torch looks at those by position
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_second
         if not is_second:
             is_second = True
-            return first(*args, **kwargs)
+            output = first(*args, **kwargs)
+            named.note()
+            return output
+        kwargs = kwargs | named.as_noted()
         after, shard.counts = shard.counts, begun.copy()
         try:
             with shards.active(shard), around():

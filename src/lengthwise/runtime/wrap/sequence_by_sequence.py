@@ -117,13 +117,14 @@ class SequenceBySequence:
             return []
         if len(shard.ids) < 2 or len(micro_batch.pack.ids) != len(shard.ids):
             return []
-        of_all, of_sequences = micro_batch.inputs, list[dict[str, Any]]()
+        of_all, of_sequences = micro_batch.given.values, list[dict[str, Any]]()
         for number in range(len(shard.ids)):
             alone = make_alone(number)
             with active(alone.shard):
                 of_sequences.append(alone.inputs)
         shared = {name: value for name, value in arguments.items() if name in of_all}
-        same = {name for name, value in shared.items() if _is_equal(value, of_all[name])}
+        unchanged = {name for name in shared if not micro_batch.given.is_changed(name)}
+        same = {name for name in unchanged if _is_equal(shared[name], of_all[name])}
         for name in shared.keys() - same:
             is_constant = all(_is_equal(inputs.get(name), of_all[name]) for inputs in of_sequences)
             if not is_constant and not self._is_by_slot(shared[name], shard.num_slots):

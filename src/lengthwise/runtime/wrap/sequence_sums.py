@@ -8,6 +8,7 @@ stands in for itself.
 t slots of this rank, s sequences of the micro-batch, p ranks that share it.
 """
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -171,3 +172,16 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.size, None
+
+
+def own_slots(shard: PackShard, sequence_ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """For each sequence its number, which of this rank's slots it has, and their positions in it."""
+    offsets = shard.offsets[shard.places]
+    if shard.tree is None:
+        numbers = shard.sequences.cpu().numpy()
+        masks = ((sequence, numbers == sequence) for sequence in sequence_ids)
+    else:
+        segments, paths = shard.tree.segments[shard.places], [shard.tree.paths[leaf] for leaf in shard.tree.leaves]
+        masks = ((sequence, np.isin(segments, path)) for sequence, path in zip(sequence_ids, paths))
+    for sequence, is_own in masks:
+        yield sequence, np.flatnonzero(is_own), offsets[is_own]

@@ -123,7 +123,7 @@ class WrappedModel:
             is_hugging_face=self.structure.is_hugging_face, has_loss=loss is not None,
         )  # fmt: skip
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
-        self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
+        self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0, of=self)
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
             switch.on()
