@@ -7,6 +7,7 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
+from lengthwise.runtime.wrap.handed_out import HandedOut
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 
 TOTALS = {"targets": 40, "slots": 50, "sequences": 10, "units": 5}
@@ -21,7 +22,7 @@ def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()
     return SimpleNamespace(
         num_targets=num_targets, degree=degree,
         shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None, passes=[]),
-        num_units=2, means=set(means),
+        num_units=2, means=set(means), handed_out=HandedOut(),
     )  # fmt: skip
 
 
@@ -78,12 +79,12 @@ def test_another_word_for_a_mean_is_refused():
     [
         (None, (), Uses.TARGETS),
         ("targets", (), Uses.TARGETS),
-        ("tokens", (), Uses(0)),
+        ("tokens", (), Uses.TOKENS),
         ("units", (), Uses.UNITS),
         ("step", ("targets",), Uses.TARGETS),
         ("step", ("units",), Uses.UNITS),
         ("units", ("units",), Uses.UNITS),
-        ("tokens", ("targets",), Uses.TARGETS),
+        ("tokens", ("targets",), Uses.TARGETS | Uses.TOKENS),
         ("units", ("targets",), Uses.TARGETS | Uses.UNITS),
         (None, ("units",), Uses.TARGETS | Uses.UNITS),
     ],
@@ -113,6 +114,10 @@ def test_the_gradient_is_scaled_by_the_counted_targets_unless_means_are_over_uni
     assert exact.factor([Uses.TARGETS, Uses.UNITS], 20) == 1.0
     with pytest.raises(InputError, match="a mean over units beside one over targets"):
         counted_later.factor([Uses.TARGETS, Uses.UNITS], 20)
+    assert exact.factor([Uses.TARGETS | Uses.CHANGED], 20) == 2.0
+    for other in (Uses.UNITS, Uses.TOKENS):
+        with pytest.raises(InputError, match="a loop changed labels in place so that they have another number"):
+            exact.factor([Uses.TARGETS | Uses.CHANGED, other], 20)
 
 
 def test_labels_that_were_made_weigh_the_loss_that_was_checked():
@@ -126,5 +131,8 @@ def test_labels_that_were_made_weigh_the_loss_that_was_checked():
 def test_labels_that_were_made_are_not_mixed_with_means_over_the_targets_of_items():
     part = micro_batch_of(means=("targets",))
     part.shard.passes.append(SimpleNamespace(num_made_targets=2, noted=None))
-    with pytest.raises(InputError, match="labels that inputs= makes have 2 targets, and the micro-batch has 8"):
+    with pytest.raises(
+        InputError,
+        match="labels that inputs= makes, or were changed in place, have 2 targets, and the micro-batch has 8",
+    ):
         weighing_of(is_exact=False).terms(part, loss_of(), loss_of(), None)
