@@ -75,6 +75,17 @@ class DistinctSlots:
         self._is_new.append({name: np.isin(slots, first) for name, first in firsts.items()})
         self._held_bytes += sum(values.nbytes for values in self._parts[-1].values())
 
+    @property
+    def num_slots(self) -> int:
+        """How many are held."""
+        return sum(len(part["tokens"]) for part in self._parts)
+
+    def forget(self) -> None:
+        """Hold no slots any more; what they have is not new all the same."""
+        self._parts.clear()
+        self._is_new.clear()
+        self._held_bytes = 0
+
     def _first_of(self, name: str, values: np.ndarray) -> np.ndarray:
         """Where values are that were never seen before, the first of each."""
         shifted = values.astype(np.int64) + _BELOW_ZERO
