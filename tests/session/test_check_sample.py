@@ -105,6 +105,12 @@ def test_of_more_kinds_than_are_kept_those_come_first_that_are_likely_to_have_a_
     assert {0, 9999, 10**6, usual, *range(1000, 1030), *range(8800, 9000)} <= set(kept)
 
 
+def test_numbers_beyond_those_that_are_told_apart_are_kept_with_others_that_are_new():
+    kinds = DistinctSlots()
+    kinds.add(np.array([1 << 40, -(1 << 40)]), np.array([3, 4]), {})
+    assert kinds.columns()["labels"].tolist() == [3, 4]
+
+
 def test_of_a_long_corpus_fewer_items_are_looked_at(monkeypatch):
     monkeypatch.setattr(check_sample, "_LOOKED", 100)
     kinds = DistinctSlots()

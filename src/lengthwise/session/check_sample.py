@@ -99,26 +99,27 @@ class DistinctSlots:
         """Tokens, labels and other columns of these slots, and of ``others``; nothing if tokens are no integers."""
         forms = [{name: values.shape[1:] for name, values in part.items()} for part in self._parts]
         are_alike = [form == forms[0] for form in forms]
-        kept = _joined([part for part, is_alike in zip(self._parts, are_alike) if is_alike])
-        if kept:
+        slots = _joined([part for part, is_alike in zip(self._parts, are_alike) if is_alike])
+        if slots:
             is_new = _joined([part for part, is_alike in zip(self._is_new, are_alike) if is_alike])
-            chosen = np.argsort(self._ranks(kept, is_new), kind="stable")[:MOST]
-            kept = {name: values[chosen] for name, values in kept.items()}
-        if not others or (kept and {n: v.shape[1:] for n, v in others.items()} != forms[0]):
-            return kept
-        return _joined([kept, dict(others)]) if kept else dict(others)
+            chosen = np.argsort(self._ranks(slots, is_new), kind="stable")[:MOST]
+            slots = {name: values[chosen] for name, values in slots.items()}
+        if not others or (slots and {n: v.shape[1:] for n, v in others.items()} != forms[0]):
+            return slots
+        return _joined([slots, dict(others)]) if slots else dict(others)
 
-    def _ranks(self, kept: Mapping[str, np.ndarray], is_new: Mapping[str, np.ndarray]) -> np.ndarray:
+    def _ranks(self, slots: Mapping[str, np.ndarray], is_new: Mapping[str, np.ndarray]) -> np.ndarray:
         """How early each slot is kept, the lowest first: by the values that are new in it."""
-        ranks = np.full(len(kept["tokens"]), 4)
-        counts = np.where(is_new["tokens"], self._sequences_with[kept["tokens"] + _BELOW_ZERO], 0)
+        ranks = np.full(len(slots["tokens"]), 4)
+        places = np.clip(slots["tokens"] + _BELOW_ZERO, 0, _LARGEST)
+        counts = np.where(is_new["tokens"], _grown(self._sequences_with, places)[places], 0)
         ranks[np.argsort(-counts, kind="stable")[:USUAL]] = 3
-        values_of = {name: np.unique(kept[name][new]) for name, new in is_new.items() if new.any()}
+        values_of = {name: np.unique(slots[name][new]) for name, new in is_new.items() if new.any()}
         for name, values in values_of.items():
-            ranks[is_new[name] & (kept[name] >= values[-HIGHEST:][0])] = 2
+            ranks[is_new[name] & (slots[name] >= values[-HIGHEST:][0])] = 2
         for name, values in values_of.items():
-            ranks[is_new[name] & (kept[name] <= values[:LOWEST][-1])] = 1
-        ranks[is_new["tokens"] & np.isin(kept["tokens"], self._special)] = 0
+            ranks[is_new[name] & (slots[name] <= values[:LOWEST][-1])] = 1
+        ranks[is_new["tokens"] & np.isin(slots["tokens"], self._special)] = 0
         return ranks
 
 
@@ -147,12 +148,12 @@ def kinds_of(
 
 def special_tokens(model: Any) -> frozenset[int]:
     """The tokens that the configs of a model of transformers name, such as of the end of a sequence."""
-    found, configs = set[int](), [getattr(model, name, None) for name in ("config", "generation_config")]
+    special, configs = set[int](), [getattr(model, name, None) for name in ("config", "generation_config")]
     for config in configs:  # which grows by the configs within
         for name, value in (getattr(config, "__dict__", None) or {}).items():
             if hasattr(value, "to_dict"):
                 configs.append(value)
             elif name.endswith(_SUFFIXES):
                 tokens = value if isinstance(value, list | tuple) else [value]
-                found |= {token for token in tokens if isinstance(token, int) and not isinstance(token, bool)}
-    return frozenset(found)
+                special |= {token for token in tokens if isinstance(token, int) and not isinstance(token, bool)}
+    return frozenset(special)

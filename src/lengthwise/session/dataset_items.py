@@ -140,8 +140,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
     count = _number_of(corpus)
     if not count:
         raise InputError("the corpus is empty: there is no sequence to train on")
-    kinds = DistinctSlots(columns.expected.special_tokens)
-    scan, size = _Scan(ChannelKinds(count), kinds), columns.expected.slot_tokens
+    scan, size = _scan_of(count, columns.expected), columns.expected.slot_tokens
     state, reported_s = hashlib.blake2b(digest_size=8), time.monotonic()
     for number in range(count):
         row = _read(corpus, number, columns)
@@ -192,6 +191,10 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
         attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
     )
+
+
+def _scan_of(count: int, expected: ExpectedColumns) -> _Scan:
+    return _Scan(ChannelKinds(count), DistinctSlots(expected.special_tokens))
 
 
 def _report_without_targets(numbers: list[int], count: int, say: Callable[[str], None]) -> None:

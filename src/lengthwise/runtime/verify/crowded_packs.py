@@ -68,10 +68,12 @@ def crowding_problem(run: PreparedModel, num_slots: int) -> str:
     with noise_free(run):
         while copies > 1:
             try:
-                found = on_every_rank(run, partial(_differences, run, lengths, copies), "a pack of many sequences")
+                differences = on_every_rank(
+                    run, partial(_differences, run, lengths, copies), "a pack of many sequences"
+                )
             except (CheckError, NotInThisDtype) as error:
                 return str(error if isinstance(error, CheckError) else error.reason)
-            row = torch.tensor(astuple(found), dtype=torch.float64, device=run.world.device)
+            row = torch.tensor(astuple(differences), dtype=torch.float64, device=run.world.device)
             worst = _Differences(*gather_rows(row).amax(0).tolist())
             if worst.hidden <= 1.0:
                 break
@@ -145,10 +147,10 @@ def _computed(run: PreparedModel, lengths: tuple[int, ...], copies: int, with_gr
     """
     numbers = tuple(number for number in range(len(lengths)) for _ in range(copies))
     pack = pack_of(run, lengths, numbers)
-    shard = shard_for(run, pack, run.alone)
-    last = _LastLayer(shard.num_slots, with_gradients=with_gradients)
-    with varied(run, lengths), torch.no_grad(), run.gathered(), last.watched(run):
-        with active(shard):
+    with varied(run, lengths), torch.no_grad(), run.gathered():
+        shard = shard_for(run, pack, run.alone)
+        last = _LastLayer(shard.num_slots, with_gradients=with_gradients)
+        with active(shard), last.watched(run):
             micro_batch = run.make(shard, pack)
             loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
             num_targets = targets_of_loss(micro_batch)
@@ -197,12 +199,12 @@ class _LastLayer:
         return value.movedim(value.shape.index(self._num_slots), 0).flatten(1).double()
 
     def gradients(self, loss: Tensor, num_targets: int) -> dict[int, Tensor]:
-        """Of the mean ``loss`` times its targets, for each of the outputs; none where it does not depend on them."""
+        """The gradients of the mean ``loss`` times its targets, for the outputs; none if it does not depend on them."""
         if not loss.requires_grad or not num_targets or not self.outputs:
             return {}
-        found = torch.autograd.grad(loss, list(self.outputs.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss, list(self.outputs.values()), allow_unused=True)
         return {
             place: self.rows(gradient) * num_targets
-            for place, gradient in zip(self.outputs, found)
+            for place, gradient in zip(self.outputs, gradients)
             if gradient is not None
         }
