@@ -1,13 +1,17 @@
 """A model is compared on every kind of slot that its corpus has, not on those of the first sequence alone."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
-from lengthwise.session.check_sample import MOST, DistinctSlots
+from lengthwise.session import check_sample
+from lengthwise.session.check_sample import MOST, DistinctSlots, special_tokens
 from tests.session import models
 
 SEPARATOR = 7
@@ -48,6 +52,15 @@ def test_what_packs_change_at_one_token_of_one_late_sequence_is_noticed_before_t
         lw.prepare(kind(), rows_with_one_separator(), **OPTIONS)
 
 
+def test_a_separator_that_comes_after_many_other_tokens_is_noticed_before_the_run():
+    tokens = 100 + np.random.default_rng(0).permutation(1600)
+    rows = [*tokens.reshape(-1, 40), np.append(tokens[:9], [SEPARATOR, SEPARATOR, *tokens[9:19]])]
+    model = CountsDocuments()
+    model.tokens, model.head = torch.nn.Embedding(1700, 24), torch.nn.Linear(24, 1700, bias=False)
+    with pytest.raises(CheckError, match="learns something else from packs"):
+        lw.prepare(model, rows, **OPTIONS)
+
+
 class MeanOfAllSlots(models.GPT):
     """Slots whose target is ignored count in the mean."""
 
@@ -77,6 +90,37 @@ def test_of_a_corpus_with_more_kinds_of_slots_than_are_kept_the_first_are_kept()
     assert kinds.columns()["tokens"].tolist() == [7, 8, 7] and kinds.columns()["labels"].tolist() == [1, 1, -100]
     kinds.add(np.arange(100, 100 + 2 * MOST), np.arange(2 * MOST), {})
     assert len(kinds.columns()["tokens"]) == MOST
-    kinds._first_of = None  # nothing more is looked at
-    kinds.add(np.array([9, 10**6]), np.array([1, 1]), {})
-    assert len(kinds.columns()["tokens"]) == MOST
+    assert kinds.columns()["tokens"].tolist()[:3] == [7, 8, 7]
+
+
+def test_of_more_kinds_than_are_kept_those_come_first_that_are_likely_to_have_a_meaning():
+    """Tokens that a config names, the least and the greatest, and those of most sequences."""
+    kinds, named, usual = DistinctSlots(special=[5000, 2]), 5000, 7000
+    tokens = np.random.default_rng(0).permutation(np.arange(1000, 9001))
+    late = [*tokens[tokens != usual].reshape(-1, 32), *[np.array([usual, usual])] * 3, np.array([0, 9999, 10**6])]
+    for row in late:
+        kinds.add(row, row, {})
+    kept = kinds.columns()["tokens"].tolist()
+    assert len(kept) == MOST == len(set(kept)) and kept[0] == named
+    assert {0, 9999, 10**6, usual, *range(1000, 1030), *range(8800, 9000)} <= set(kept)
+
+
+def test_numbers_beyond_those_that_are_told_apart_are_kept_with_others_that_are_new():
+    kinds = DistinctSlots()
+    kinds.add(np.array([1 << 40, -(1 << 40)]), np.array([3, 4]), {})
+    assert kinds.columns()["labels"].tolist() == [3, 4]
+
+
+def test_of_a_long_corpus_fewer_items_are_looked_at(monkeypatch):
+    monkeypatch.setattr(check_sample, "_LOOKED", 100)
+    kinds = DistinctSlots()
+    for number in range(1000):
+        kinds.add(np.full(10, number), None, {})
+    assert 30 < len(kinds.columns()["tokens"]) < 80
+
+
+def test_the_configs_of_a_model_name_tokens():
+    config = LlamaConfig(eos_token_id=[7, 9], pad_token_id=3, vocab_size=40)
+    config.text_config = LlamaConfig(bos_token_id=11)
+    assert special_tokens(SimpleNamespace(config=config)) >= {7, 9, 3, 11}
+    assert special_tokens(torch.nn.Linear(1, 1)) == frozenset()

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.verify.crowded_packs import _computed
+from lengthwise.runtime.verify.float64_mode import noise_free
 from tests.session.loops import train_video
 from tests.session.models import VOCAB, Block
 from tests.session.structure_runs import OPTIONS, plan_of
@@ -77,6 +80,33 @@ class Statistics(Plain):
         return x
 
 
+class Chunks(Plain):
+    """Its loss is the mean of those of chunks, which are longer than any sequence."""
+
+    def end(self, x, targets):
+        logits, loss = super().end(x, targets)
+        if targets is None:
+            return logits, loss
+        chunks = zip(logits[0].split(CAPACITY), targets[0].split(CAPACITY))
+        return logits, torch.stack([F.cross_entropy(rows, of_rows) for rows, of_rows in chunks]).mean()
+
+
+class Memory(Plain):
+    """After its layers a token reads what lies as far back as no sequence goes."""
+
+    def end(self, x, targets):
+        return super().end(x + F.pad(x, (0, 0, CAPACITY, 0))[:, : x.shape[1]], targets)
+
+
+class Sharper(Plain):
+    """Its logits are sharper in longer forwards, beyond the longest sequence."""
+
+    def end(self, x, targets):
+        logits, _ = super().end(x, None)
+        logits = logits * max(1.0, x.shape[1] / CAPACITY)
+        return logits, None if targets is None else F.cross_entropy(logits[0], targets[0])
+
+
 def corpus():
     drawn = np.random.default_rng(0)
     return [drawn.integers(0, VOCAB, length) for length in (LONGEST, *[9, 14, 5] * 10)]
@@ -122,6 +152,7 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
     [
         (Experts, LONGEST, r"computes something else of two sequences in a pack of \d+ slots than in one of 18"),
         (Asserting, LONGEST, r"AssertionError: a forward of \d+ tokens"),
+        *[(kind, LONGEST, "makes another loss of two sequences in a pack") for kind in (Chunks, Memory, Sharper)],
         (Plain, None, ""),
         (Statistics, None, ""),
     ],
@@ -157,6 +188,23 @@ def test_what_is_drawn_by_sequence_is_no_difference():
     run.close()
     frames = {"steps": 1, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "static", "verbose": False}
     train_video({**frames, "cost": OPTIONS["cost"], "memory_gib": 1000, "packing": "always"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_logits_that_are_not_made_are_compared_as_well(dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=WIDTH, vocab_size=VOCAB
+    )
+    run = lw.prepare(LlamaForCausalLM(config).to(dtype), corpus(), steps=1, **{**OPTIONS, "sequences_per_step": 31})
+    assert run.wrapped_model.by_sequence is None and run.wrapped_model.most_slots is None
+    with noise_free(run):
+        few, many = (_computed(run, (11, 7), copies, True) for copies in (1, 16))
+    assert few.gradients[0].shape == (18, WIDTH) and many.gradients[0].shape == (16 * 18, WIDTH)
+    assert many.gradients[0].norm() == pytest.approx(4 * float(few.gradients[0].norm()), rel=0.02)
+    run.close()
 
 
 def test_a_plan_of_a_loop_whose_packs_are_too_large_is_refused():

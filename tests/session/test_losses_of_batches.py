@@ -69,6 +69,9 @@ def compute(run, model):
 
 def test_a_label_that_the_loss_leaves_out_and_the_step_counts_is_refused_when_it_comes(ranks):
     run, model = prepared(Counted, rows(lowest=1), step_max_length=40)
+    with pytest.raises(CheckError, match=r"the items have 1 token that no example had \(0; "):
+        run.step([np.array([3, 4, 0, 5, 6])])
+    run.changes_of_items = None  # as at a step between two comparisons
     step = run.step([np.array([3, 4, 0, 5, 6])])
     with pytest.raises(CheckError, match=r"a token has the label 0, .* of Counted leaves out .*ignore_index=0\)"):
         for micro_batch in step:
@@ -107,6 +110,9 @@ def test_a_loss_with_a_divisor_of_its_own_is_said_to_train_the_mean_of_its_seque
 
 def test_a_class_of_another_weight_is_refused_when_it_comes_if_no_example_has_it():
     run, model = prepared(Classes, rows(lowest=1), step_max_length=40, packing="always")
+    with pytest.raises(CheckError, match=r"the items have 1 token that no example had \(0; "):
+        run.step([np.array([3, 4, 0, 5, 6])])
+    run.changes_of_items = None  # as at a step between two comparisons
     step = run.step([np.array([3, 4, 0, 5, 6])])
     with pytest.raises(CheckError, match=r"a token has the label 0, .* of Classes leaves out or weighs otherwise"):
         for micro_batch in step:

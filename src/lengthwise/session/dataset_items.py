@@ -112,6 +112,7 @@ class _Scan:
     """What reading all items once gives."""
 
     channels: ChannelKinds
+    kinds: DistinctSlots
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -128,7 +129,6 @@ class _Scan:
     offsets: list[int] = field(default_factory=lambda: [0])
     num_slots: list[int] = field(default_factory=list)
     attention_lengths: list[int] = field(default_factory=list)
-    kinds: DistinctSlots = field(default_factory=DistinctSlots)
 
 
 def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) -> DatasetItems:
@@ -140,7 +140,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
     count = _number_of(corpus)
     if not count:
         raise InputError("the corpus is empty: there is no sequence to train on")
-    scan, size = _Scan(ChannelKinds(count)), columns.expected.slot_tokens
+    scan, size = _scan_of(count, columns.expected), columns.expected.slot_tokens
     state, reported_s = hashlib.blake2b(digest_size=8), time.monotonic()
     for number in range(count):
         row = _read(corpus, number, columns)
@@ -191,6 +191,10 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
         attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
     )
+
+
+def _scan_of(count: int, expected: ExpectedColumns) -> _Scan:
+    return _Scan(ChannelKinds(count), DistinctSlots(expected.special_tokens))
 
 
 def _report_without_targets(numbers: list[int], count: int, say: Callable[[str], None]) -> None:

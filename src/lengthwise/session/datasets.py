@@ -46,6 +46,8 @@ class RunSequences:
     view: CorpusView
     ignore_index: int = -100
     """The label of tokens that have no loss."""
+    special_tokens: frozenset[int] = frozenset()
+    """Tokens that have a meaning of their own, as far as the model says."""
 
     @cached_property
     def lengths(self) -> LengthIndex:
@@ -144,7 +146,9 @@ class RunSequences:
         """Slots that differ, by column; nothing where slots are no tokens."""
         if isinstance(self.store, DatasetItems):
             return self.store.kinds
-        return kinds_of(self.tokens, len(self.lengths.lengths)) if self.tokens(0).ndim == 1 else {}
+        if self.tokens(0).ndim > 1:
+            return {}
+        return kinds_of(self.tokens, len(self.lengths.lengths), self.special_tokens)
 
     def _column(self, name: str) -> Callable[[int], np.ndarray] | None:
         store = self.store
@@ -227,7 +231,7 @@ def read_sequences(
     if offsets is not None and max_length is not None and over_length == "error":
         _check_units(lengths, offsets, max_length)
     view = apply_max_length(lengths, max_length=max_length, rule=over_length)  # type: ignore[arg-type]
-    sequences = RunSequences(store, view, expected.ignore_index)
+    sequences = RunSequences(store, view, expected.ignore_index, expected.special_tokens)
     if sequences.has_loss_mask and expected.objective != NEXT_TOKEN:
         raise InputError(
             f"the index says which tokens have a loss, and the model learns {expected.objective!r} instead of next "

@@ -56,6 +56,8 @@ class ExpectedColumns:
     """Whether sequences of a unit have what they begin with in common."""
     splits_rows: bool = True
     """Whether rows that were packed before may be split into their sequences."""
+    special_tokens: frozenset[int] = frozenset()
+    """Tokens that have a meaning of their own, as far as the model says."""
 
 
 def is_mapping(item: Any) -> bool:

@@ -9,6 +9,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import EVERY_TOKEN, MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.model_accessors import output_embeddings
+from lengthwise.session.check_sample import special_tokens
 from lengthwise.session.item_values import ExpectedColumns
 
 _OF_SEQUENCES = ("ForSequenceClassification", "ForNextSentencePrediction")
@@ -82,6 +83,7 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
         makes_inputs=options.inputs is not None,
         loss_columns=options.loss_columns,
         shares_prefixes=options.share_prefixes,
+        special_tokens=special_tokens(inner),
     )
 
 

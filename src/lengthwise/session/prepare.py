@@ -67,6 +67,7 @@ from lengthwise.session.model_checks import (
     check_takes,
     forward_errors_named,
 )
+from lengthwise.session.new_kinds import NewKinds
 from lengthwise.session.objectives import base_model, expected_columns, is_hugging_face, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.pack_limit import check_packs, with_pack_limit
@@ -162,7 +163,9 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         prepared.close()
         raise
     run.limits_own_batches = chosen.steps is not None
-    run.check_again, run.compares_changes = partial(_check_again, prepared, chosen), chosen.check
+    kinds = NewKinds(prepared)
+    run.check_again, run.compares_changes = partial(_check_again, prepared, chosen, kinds), chosen.check
+    run.changes_of_items = kinds.changes
     return run
 
 
@@ -343,10 +346,11 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
         )
 
 
-def _check_again(prepared: PreparedModel, options: PrepareOptions) -> None:
-    """Compare short packs with the stock model, whose weights and settings may have changed since."""
-    with errors_spelt(as_option), preserve_state(prepared.model):
-        _check(prepared, options, longest=None)
+def _check_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds) -> None:
+    """Compare short packs with the stock model, whose weights and settings may have changed since, or the items."""
+    with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new:
+        short = traced_lengths(prepared.collator)[0] * options.slot_tokens
+        _check(prepared, options, longest=short if has_new else None)
 
 
 def _planner(

@@ -133,6 +133,6 @@ def test_labels_that_were_made_are_not_mixed_with_means_over_the_targets_of_item
     part.shard.passes.append(SimpleNamespace(num_made_targets=2, noted=None))
     with pytest.raises(
         InputError,
-        match="labels that inputs= makes, or were changed in place, have 2 targets, and the micro-batch has 8",
+        match="or were changed in place, have 2 targets, and the micro-batch has 8",
     ):
         weighing_of(is_exact=False).terms(part, loss_of(), loss_of(), None)

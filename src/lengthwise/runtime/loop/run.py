@@ -254,7 +254,7 @@ class Run(WatchedModel):
         if not isinstance(cut.plan, StepPlan):
             raise InputError(f"run.planner returned {cut.plan!r} for step {self.next_step}; it returns a StepPlan")
         cut.plan.check_covers(cut.batch)
-        if sync_step(cut.plan, clock, self.parameters.problem(), is_changed=self.has_changed_settings()):
+        if sync_step(cut.plan, clock, self.parameters.problem(), is_changed=self.has_changed_settings(pending.brought)):
             self._compare_changed(cut.plan.step)
         self.collator = pending.collator(cut, self._items, self._corpus_collator)
         return self.begin_step(cut.plan, clock, attempt=pending.attempt)

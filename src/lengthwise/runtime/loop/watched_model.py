@@ -1,7 +1,7 @@
 """A prepared model between updates: what loops did to its weights and gradients, and whether ranks did the same."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Self
 
@@ -10,6 +10,7 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.wording import counted
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.brought_items import BroughtBatch, SequenceColumns
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.changed_settings import ChangedSettings
 from lengthwise.runtime.loop.foreign_optimizers import ForeignOptimizers
@@ -36,6 +37,8 @@ class WatchedModel(PreparedModel):
     """Compares packs with the stock model, as ``prepare`` did; None: nobody can."""
     compares_changes = False
     """Whether packs are compared again where a loop has changed settings of the model."""
+    changes_of_items: Callable[[Iterable[SequenceColumns]], dict[str, str]] | None = None
+    """What items have that packs are to be compared with again, in words, by name; None: nobody looks."""
     next_step: int
 
     def __init__(
@@ -113,11 +116,15 @@ class WatchedModel(PreparedModel):
             self.state.local_weights().adopt()
             self.log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
 
-    def has_changed_settings(self) -> bool:
-        """Whether a loop has changed what the model holds, so that packs are compared again; called once a step."""
+    def has_changed_settings(self, brought: BroughtBatch | None = None) -> bool:
+        """Whether a loop has changed what the model holds, or items that it ``brought`` have what none before had, so
+        that packs are compared again; called once a step.
+        """
         if self.wrapped_model.checkpointing.switch_off() and self.world.is_first:
             _log.warning("the model's activation checkpointing is left out again: plans choose it; see recompute=")
         self._changed_settings = self.settings.changes() if self.compares_changes else {}
+        if self.compares_changes and brought is not None and self.changes_of_items is not None:
+            self._changed_settings |= self.changes_of_items(brought.sequences.values())
         return bool(self._changed_settings)
 
     def compare(self) -> None:
@@ -164,7 +171,7 @@ class WatchedModel(PreparedModel):
         more = (
             f" and {counted(len(changed) - MOST_NAMED, 'other setting')} changed" if len(changed) > MOST_NAMED else ""
         )
-        what = ", ".join(named) + more if named else "settings of another rank's model changed"
+        what = ", ".join(named) + more if named else "settings or items of another rank changed"
         self.log_on_first_rank("step %d: %s: packs are compared with the stock model again", step, what)
         try:
             self.compare()

@@ -1,0 +1,86 @@
+"""Packs are compared again where items that a loop brings have what the examples of ``prepare`` had not."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError
+from tests.session import models
+from tests.session.structure_runs import OPTIONS
+from tests.session.structures import Plain
+
+SEPARATOR, ODD = 5, 50
+EXAMPLES = [np.random.default_rng(number).integers(10, 40, length) for number, length in enumerate((13, 5, 21, 8, 17))]
+BROUGHT = {**OPTIONS, "sequences_per_step": 5, "steps": 16, "step_max_length": 32}
+
+
+class Segments(Plain):
+    """Counts the separators before a token."""
+
+    def embed(self, idx):
+        return super().embed(idx) * (1.0 + (idx == SEPARATOR).cumsum(1))[..., None]
+
+
+def with_token(token):
+    rows = [row.copy() for row in EXAMPLES]
+    rows[2][4] = token
+    return [{"input_ids": row} for row in rows]
+
+
+def run_of(kind, items=EXAMPLES, **options):
+    torch.manual_seed(0)
+    model = kind().double()
+    return model, lw.prepare(model, items, **{**BROUGHT, **options})
+
+
+def train(run, model, items):
+    step = run.step(items)
+    for micro_batch in step:
+        step.backward(model(**micro_batch.inputs)[1])
+    step.update()
+
+
+def test_a_token_that_no_example_had_is_compared_before_it_is_trained():
+    model, run = run_of(Segments)
+    train(run, model, with_token(EXAMPLES[0][0]))
+    for _ in range(3):  # and each time that the step is tried again
+        with pytest.raises(
+            CheckError, match=r"the items have 1 token that no example had \(5; give prepare such items"
+        ):
+            run.step(with_token(SEPARATOR))
+    run.close()
+
+
+def mean_of_its_own(output, micro_batch):
+    losses = F.cross_entropy(output[0][0], micro_batch.labels, reduction="none")
+    weights = micro_batch.column("weights", of="targets")
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-3)
+
+
+def test_a_weight_of_zero_that_no_example_had_is_compared_before_it_is_trained():
+    def weighted(weights_of):
+        return [{"input_ids": row, "weights": weights_of(len(row))} for row in EXAMPLES]
+
+    options = {"loss": mean_of_its_own, "loss_columns": ("weights",)}
+    _, run = run_of(Plain, weighted(np.ones), **options)
+    with pytest.raises(CheckError, match="the items have values of columns that no example had"):
+        run.step(weighted(lambda length: (np.arange(length) % 3 != 1).astype(float)))
+    run.close()
+
+
+def test_ever_new_tokens_are_compared_at_growing_distances():
+    model, run = run_of(Plain)
+    compared, check = [], run.check_again
+    run.check_again = lambda: (compared.append(run.next_step), check())
+    for number in range(10):
+        train(run, model, with_token(models.VOCAB - 1 - number))
+    assert compared == [0, 1, 3, 7]
+    run.close()
+
+
+def test_without_a_check_nothing_is_compared():
+    model, run = run_of(Segments, check=False)
+    train(run, model, with_token(SEPARATOR))
+    run.close()
