@@ -53,7 +53,7 @@ from lengthwise.session.coupled_units import (
     with_members_planned,
 )
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import ComparedCalls, learn_exactly
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_other_mean
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
@@ -199,6 +199,7 @@ def learn_model(
     if chosen.weights != "by-layer":
         model.to(world.device)
     prepared, chosen = learn_exactly(model, chosen, partial(_learn, model, world, sequences, objective))
+    warn_of_other_mean(prepared)
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
@@ -336,8 +337,11 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
 
 def _check_again(prepared: PreparedModel, options: PrepareOptions) -> None:
     """Compare short packs with the stock model, whose weights and settings may have changed since."""
+    was_mean, prepared.wrapped_model.is_mean = prepared.wrapped_model.is_mean, None
     with errors_spelt(as_option), preserve_state(prepared.model):
         _check(prepared, options, longest=None)
+    if was_mean is not False:
+        warn_of_other_mean(prepared)
 
 
 def _planner(
