@@ -192,6 +192,14 @@ class Frequent(models.GPT):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Scored(models.GPT):
+    """Has one number for each sequence."""
+
+    def forward(self, idx, score=None):
+        pooled = super().forward(idx)[0].mean((1, 2))
+        return pooled, None if score is None else F.mse_loss(pooled, score.to(pooled))
+
+
 class OneAtATime(BatchNorm):
     """Takes one sequence."""
 
@@ -240,6 +248,18 @@ def test_a_model_that_takes_one_sequence_alone_is_not_said_to_be_exact(caplog):
     by_sequence, said = said_of(OneAtATime, caplog)
     assert by_sequence and not any(NOTED in line for line in said)
     assert any("could not be seen" in line for line in said) and not any("sequence: exact" in line for line in said)
+
+
+def test_one_label_a_sequence_that_is_weighted_by_its_tokens_is_not_said_to_be_exact(caplog):
+    torch.manual_seed(0)
+    items = [{"input_ids": row, "score": float(number)} for number, row in enumerate(rows())]
+    options = OPTIONS | {"sequences_per_step": len(items), "steps": 1, "objective": "every-token"}
+    inputs = {"inputs": lambda micro_batch: {
+        "idx": micro_batch.tokens[None], "score": micro_batch.column_by_sequence("score")
+    }, "loss_columns": ("score",)}  # fmt: skip
+    lw.prepare(Scored().double(), items, **options | inputs).close()
+    said = [record.getMessage() for record in caplog.records]
+    assert any("weighted by its targets" in line for line in said)
 
 
 def test_a_term_across_sequences_that_a_loop_switches_on_is_warned_of(caplog):

@@ -32,7 +32,7 @@ FOLLOWED = re.compile(r",? or (have|let|compute) [^;]*packing='never'[^;]*$")
 _HOW_EXACT = {
     True: "exact",
     False: "as it computes each alone",
-    None: "as it computes each alone (whether a batch has the mean of its sequences' losses could not be seen)",
+    None: "as it computes each alone, weighted by its targets (whether a batch has that loss could not be seen)",
 }
 """What is said of the losses of sequences, by whether the loss of a batch is the mean of theirs."""
 OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")

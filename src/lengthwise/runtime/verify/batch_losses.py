@@ -74,7 +74,15 @@ def check_loss_of_sequences(run: PreparedModel, fill: Fill) -> None:
             finally:
                 run.collator = shown
         if run.wrapped_model.is_mean is not None:
-            return
+            break
+    if run.wrapped_model.is_mean and _weighs_by_slots(run):
+        run.wrapped_model.is_mean = None
+
+
+def _weighs_by_slots(run: PreparedModel) -> bool:
+    """Whether slots are the weight of sequences whose loss may be of one label: six of one length weigh alike."""
+    is_seen = run.wrapped_model.by_sequence is None or run.wrapped_model.has_own_loss
+    return run.collator.has_all_targets and not is_seen
 
 
 def _slots(collator: PackCollator) -> int:
