@@ -52,16 +52,17 @@ SEQUENCES, MOST_SLOTS = 6, 32
 
 
 def check_loss_of_sequences(run: PreparedModel, fill: Fill) -> None:
-    """Note of a model whether its loss of a batch is the mean of its sequences', in value and in gradient.
+    """Note of a model whether its loss of a batch is the mean of its sequences', unless that is known.
 
     Every rank calls this, once packs or micro-batches were compared with single sequences. What cannot be called with
     several sequences of equal lengths is not judged. ``fill``: what weights of zero are replaced by.
     """
+    if run.wrapped_model.is_mean is not None:
+        return
     most_slots, slots = run.wrapped_model.most_slots, _slots(run.collator)
     if most_slots is not None:
-        slots = min(slots, most_slots // SEQUENCES)
+        slots = max(1, min(slots, most_slots // SEQUENCES))
     lengths = (slots,) * SEQUENCES
-    run.wrapped_model.is_mean = None
     for dtype, filled in dict.fromkeys([(dtypes_of(run)[0], fill), (None, Fill.NOTHING)]):
         shown_as = synthetic_of_all_kinds if has_kinds_of_ids(run.collator) else varied
         with noise_free(run, dtype, filled), shown_as(run, lengths), torch.enable_grad():

@@ -93,8 +93,7 @@ def check_exact(
             watch.note(state)
 
     watch = StateWatch()
-    if run.wrapped_model.by_sequence is not None:
-        check_loss_is_no_sum(run)
+    check_loss_is_no_sum(run)
     slots = [length for setting in settings if setting.gradients for length in setting.lengths]
     check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)))
     try:
@@ -104,8 +103,7 @@ def check_exact(
             check_order()  # which is the reason then
         raise
     check_order()
-    if run.wrapped_model.is_mean is None:
-        check_loss_of_sequences(run, Fill.NOTHING if unfilled else Fill.SIGNED)
+    check_loss_of_sequences(run, Fill.NOTHING if unfilled else Fill.SIGNED)
     warn_of_zeros(run, unfilled)
 
 
