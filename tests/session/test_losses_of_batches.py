@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
 from tests.session import models
 from tests.session.loops import weights_of
 from tests.session.structure_runs import LR, OPTIONS
@@ -227,6 +228,22 @@ def said_of(kind, caplog, **options):
 def test_packs_of_a_model_whose_loss_of_a_batch_is_another_are_warned_of(kind, loss, caplog):
     by_sequence, said = said_of(kind, caplog, loss=loss)
     assert not by_sequence and sum(NOTED in line for line in said) == 1
+
+
+@pytest.mark.parametrize("balances", [False, True])
+def test_experts_are_warned_of_once_if_their_balance_is_part_of_the_loss(balances, caplog):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": balances}
+    config = transformers.MixtralConfig(vocab_size=models.VOCAB, num_hidden_layers=2, **sizes, **experts)
+    options = OPTIONS | {"sequences_per_step": 4, "steps": 1}
+    lw.prepare(transformers.MixtralForCausalLM(config), rows(), **options).close()
+    assert sum(NOTED in record.getMessage() for record in caplog.records) == balances
+
+
+def test_a_batch_of_a_classifier_has_the_label_of_each_of_its_sequences():
+    label_of = with_label_of_sequence(lambda labels: labels)
+    assert label_of(labels=torch.tensor([[-100, 2], [1, -100]])).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("loss", [None, of_output])
