@@ -234,8 +234,10 @@ def test_packs_of_a_model_whose_loss_of_a_batch_is_another_are_warned_of(kind, l
 def test_experts_are_warned_of_once_if_their_balance_is_part_of_the_loss(balances, caplog):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": balances}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
     config = transformers.MixtralConfig(vocab_size=models.VOCAB, num_hidden_layers=2, **sizes, **experts)
+    config.output_router_logits = balances
+    torch.manual_seed(0)
     options = OPTIONS | {"sequences_per_step": 4, "steps": 1}
     lw.prepare(transformers.MixtralForCausalLM(config), rows(), **options).close()
     assert sum(NOTED in record.getMessage() for record in caplog.records) == balances

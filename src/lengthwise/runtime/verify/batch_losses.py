@@ -39,7 +39,7 @@ from lengthwise.runtime.verify.stock_call import (
     stock_output,
     taken_gradients,
 )
-from lengthwise.runtime.verify.summed_losses import takes_ignored
+from lengthwise.runtime.verify.summed_losses import is_close, takes_ignored
 from lengthwise.runtime.verify.worst_difference import worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -120,7 +120,8 @@ def _is_mean(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.dtype | 
 
 def _is_same(run: PreparedModel, some: GradientResult, other: GradientResult, dtype: torch.dtype | None) -> bool:
     worst = worst_difference(run, some, other, tolerance_of(dtype, run.state.compute_dtype))
-    return bool((gather_rows(torch.tensor([worst.ratio], device=run.world.device)) <= 1.0).all())
+    is_same = worst.ratio <= 1.0 and is_close(some.loss or 0.0, other.loss or 0.0, run.state.compute_dtype)
+    return bool(gather_rows(torch.tensor([int(is_same)], device=run.world.device)).all())
 
 
 def _of_all_ranks(run: PreparedModel, compute: Callable[[], GradientResult | None]) -> GradientResult | None:
