@@ -13,7 +13,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
 from lengthwise.session import stock_run
 from lengthwise.session.datasets import read_sequences
-from lengthwise.session.prepare import check_labels_are_meant
+from lengthwise.session.meant_labels import check_labels_are_meant
 from tests.session import models
 from tests.session.columns import (
     OPTIONS,

@@ -29,6 +29,12 @@ Learn = Callable[[PrepareOptions, ComparedCalls], PreparedModel]
 """Traces a model and compares it with itself."""
 FOLLOWED = re.compile(r",? or (have|let|compute) [^;]*packing='never'[^;]*$")
 """What errors advise that is done without being asked for."""
+_HOW_EXACT = {
+    True: "exact",
+    False: "as it computes each alone",
+    None: "as it computes each alone, weighted by its targets (whether a batch has that loss could not be seen)",
+}
+"""What is said of the losses of sequences, by whether the loss of a batch is the mean of theirs."""
 OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
 """What errors say of a pack whose sequences ranks share."""
 
@@ -67,7 +73,7 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
         _log.warning(
             "%s is computed sequence by sequence: %s, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
-            type(model).__name__, "exact" if prepared.wrapped_model.has_mean else "as it computes each alone",
+            type(model).__name__, _HOW_EXACT[prepared.wrapped_model.is_mean],
             reason_of(first, is_of_length=bool(prepared.collator.compared_lengths)),
         )  # fmt: skip
     return prepared, chosen
@@ -98,20 +104,24 @@ def _learned_by_sequence(
     A model may compute multiples of a block alone, say, or nothing below its stride.
     """
     try:
-        learned = _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
+        return _learned(chosen, learn, ComparedCalls.BY_SEQUENCE)
     except (InputError, CheckError) as error:
         if f"{type(model).__name__} " not in error.marked or not _is_of_call(error):
             raise
-        learned = _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
-    prepared, _ = learned
-    if prepared.world.is_first and not prepared.wrapped_model.has_mean:
+        return _learned(chosen, learn, ComparedCalls.AT_LENGTHS_OF_CORPUS)
+
+
+def warn_of_other_mean(prepared: PreparedModel) -> None:
+    """Say what steps train where the loss of a batch is another one than the mean of its sequences' losses."""
+    if prepared.world.is_first and prepared.wrapped_model.is_mean is False:
         _log.warning(
             "the loss of %s for several sequences at once is not the mean of theirs by their targets, as where it has "
-            "a divisor of its own, weighs classes or adds a term of all tokens (a router's): steps train that mean, on "
-            "any ranks and under any plan; make another loss in the loop, with step.backward(loss, mean_over='step')",
-            type(model).__name__,
+            "a divisor of its own, weighs classes, is a mean over rows or has a term across tokens or sequences (a "
+            "router's, negatives from the batch, a norm of the batch): steps train that mean, on any ranks and under "
+            "any plan. Make another loss in the loop, with step.backward(loss, mean_over='step'); a mean over rows is "
+            "mean_over='units', and what is meant to couple sequences is coupled_loss= of prepare",
+            type(prepared.model).__name__,
         )  # fmt: skip
-    return learned
 
 
 def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> tuple[PreparedModel, PrepareOptions]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.models.targets import IGNORE
@@ -25,9 +27,28 @@ MOSTLY = 0.5
 """The share of labels that are other than their tokens from which they are taken for something else."""
 
 
-def warn_of_unread_labels(prepared: PreparedModel) -> None:
+def check_labels_are_meant(
+    prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences, ways_out: tuple[str, ...]
+) -> None:
+    """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
+    if not prepared.wrapped_model.labels.shifts and sequences.has_loss_mask:
+        raise InputError(
+            f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
+            "place, and the index says of each token whether the one before it learns to predict it; " + ways_out[-1]
+        )
+    if prepared.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
+        return
+    raise InputError(
+        f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
+        f"place, and the corpus has no labels; {', or '.join(ways_out)}"
+    )
+
+
+def warn_of_unread_labels(prepared: PreparedModel, options: PrepareOptions) -> None:
     """Say so if the loss of a model that is taken to learn next tokens uses none, after it was compared."""
     convention, wrapped_model = prepared.wrapped_model.labels, prepared.wrapped_model
+    if wrapped_model.objective != NEXT_TOKEN or options.objective is not None:
+        return
     if convention.are_read or convention.made is not None or wrapped_model.structure.is_hugging_face:
         return
     if prepared.world.is_first:

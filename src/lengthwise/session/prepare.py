@@ -15,7 +15,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError, LengthwiseError, errors_spelt
+from lengthwise.core.errors import LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
@@ -54,12 +54,12 @@ from lengthwise.session.coupled_units import (
 )
 from lengthwise.session.dataset_items import DatasetItems, warn_of_columns
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import ComparedCalls, learn_exactly
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_other_mean
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
-from lengthwise.session.meant_labels import check_labels_of_next, warn_of_unread_labels
+from lengthwise.session.meant_labels import check_labels_are_meant, check_labels_of_next, warn_of_unread_labels
 from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
@@ -204,6 +204,7 @@ def learn_model(
     if chosen.weights != "by-layer":
         model.to(world.device)
     prepared, chosen = learn_exactly(model, chosen, partial(_learn, model, world, sequences, objective))
+    warn_of_other_mean(prepared)
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
@@ -213,23 +214,6 @@ def learn_model(
         prepared.close()
         raise
     return prepared, chosen
-
-
-def check_labels_are_meant(
-    prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences, ways_out: tuple[str, ...]
-) -> None:
-    """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
-    if not prepared.wrapped_model.labels.shifts and sequences.has_loss_mask:
-        raise InputError(
-            f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
-            "place, and the index says of each token whether the one before it learns to predict it; " + ways_out[-1]
-        )
-    if prepared.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
-        return
-    raise InputError(
-        f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
-        f"place, and the corpus has no labels; {', or '.join(ways_out)}"
-    )
 
 
 def _learn(
@@ -283,8 +267,7 @@ def _learn(
         if chosen.check:
             lengths = sequences.computed_lengths
             check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
-            if objective == NEXT_TOKEN and chosen.objective is None:
-                warn_of_unread_labels(prepared)
+            warn_of_unread_labels(prepared, chosen)
             check_compiled(prepared)
             if chosen.share_prefixes:
                 check_shared_prefixes(prepared)
@@ -348,9 +331,12 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
 
 def _check_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds) -> None:
     """Compare short packs with the stock model, whose weights and settings may have changed since, or the items."""
+    was_mean, prepared.wrapped_model.is_mean = prepared.wrapped_model.is_mean, None
     with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new:
         short = traced_lengths(prepared.collator)[0] * options.slot_tokens
         _check(prepared, options, longest=short if has_new else None)
+    if was_mean is not False:
+        warn_of_other_mean(prepared)
 
 
 def _planner(

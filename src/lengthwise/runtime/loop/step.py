@@ -138,8 +138,7 @@ class Step:
     def _make(self, position: int) -> MicroBatch:
         """Make a micro-batch for the loop."""
         self.run.gradients.check()
-        shard = self._shard(position)
-        planned = self._own[position].planned
+        shard, planned = self._shard(position), self._own[position].planned
         micro_batch = self.run.make(shard, pad_to_degree(planned.pack, shard.group.size, self.run.collator))
         micro_batch.totals = self._weighing.totals
         self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output(micro_batch)

@@ -1,7 +1,9 @@
 """Whether the loss of a batch is what a step trains: the mean of its sequences' losses, weighted by their targets.
 
 It is another one where a loss has a divisor of its own, such as the weights of its classes, the targets of a second
-head or a least number of them. Sequence by sequence nothing else shows that: one sequence has its own loss either way.
+head or the number of rows, and where it has a term across sequences, such as negatives from the batch. Nothing else
+shows that: one sequence has its own loss either way, and so has a pack. A term may be zero in value and not in
+gradient, so the gradients are compared too.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import CommunicationError
 from lengthwise.runtime.comm.collectives import gather_rows
@@ -19,45 +22,68 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import (
     FEWEST,
     has_kinds_of_ids,
-    synthetic,
     synthetic_of_all_kinds,
     traced_lengths,
+    varied,
 )
 from lengthwise.runtime.verify.float64_mode import noise_free
-from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_loss
-from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum, is_close, takes_ignored
-from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.precision import dtypes_of, tolerance_of
+from lengthwise.runtime.verify.stock_call import (
+    GradientResult,
+    gradients_alone,
+    gradients_of_loss,
+    gradients_of_pack,
+    is_summed_over_ranks,
+    pack_of,
+    shard_for,
+    stock_output,
+    taken_gradients,
+)
+from lengthwise.runtime.verify.summed_losses import is_close, takes_ignored
+from lengthwise.runtime.verify.worst_difference import worst_difference
+from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.label_convention import loss_in
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 SEQUENCES, MOST_SLOTS = 6, 32
 """How many sequences are computed at once, and slots of each at most."""
 
 
-def check_loss_of_sequences(run: PreparedModel) -> None:
-    """Note of a model that is computed sequence by sequence whether its loss of a batch is the mean of theirs.
+def check_loss_of_sequences(run: PreparedModel, fill: Fill) -> None:
+    """Note of a model whether its loss of a batch is the mean of its sequences', unless that is known.
 
-    Every rank calls this; raises ``CheckError`` if the loss of a sequence is a sum over its targets. What cannot be
-    called with several sequences of equal lengths is not judged.
+    Every rank calls this, once packs or micro-batches were compared with single sequences. What cannot be called with
+    several sequences of equal lengths is not judged. ``fill``: what weights of zero are replaced by.
     """
-    check_loss_is_no_sum(run)
-    if run.wrapped_model.has_own_loss or run.wrapped_model.by_sequence is None:
+    if run.wrapped_model.is_mean is not None:
         return
-    lengths = (_slots(run.collator),) * SEQUENCES
-    shown_as = synthetic_of_all_kinds if has_kinds_of_ids(run.collator) else synthetic
-    with noise_free(run), shown_as(run, lengths), torch.no_grad():
-        shown = run.collator
-        labels_of = partial(_labels, shown.labels or shown.source.tokens, shown.ignore_index)
-        leaves_out = takes_ignored(run) and not run.wrapped_model.labels_sequences
-        run.collator = replace(shown, labels=labels_of) if leaves_out else shown
-        try:
-            losses = on_every_rank(run, partial(_losses, run, lengths), is_stock=True)
-        finally:
-            run.collator = shown
-    together, mean = gather_rows(torch.tensor(losses, dtype=torch.float64, device=run.world.device)).tolist()[0]
-    if np.isfinite([together, mean]).all() and not is_close(together, mean, run.state.compute_dtype):
-        run.wrapped_model.by_sequence.is_mean = False
+    most_slots, slots = run.wrapped_model.most_slots, _slots(run.collator)
+    if most_slots is not None:
+        slots = max(1, min(slots, most_slots // SEQUENCES))
+    lengths = (slots,) * SEQUENCES
+    for dtype, filled in dict.fromkeys([(dtypes_of(run)[0], fill), (None, Fill.NOTHING)]):
+        shown_as = synthetic_of_all_kinds if has_kinds_of_ids(run.collator) else varied
+        with noise_free(run, dtype, filled), shown_as(run, lengths), torch.enable_grad():
+            shown = run.collator
+            labels_of = partial(_labels, shown.labels or shown.source.tokens, shown.ignore_index)
+            leaves_out = takes_ignored(run) and not run.wrapped_model.labels_sequences
+            run.collator = replace(shown, labels=labels_of) if leaves_out else shown
+            try:
+                run.wrapped_model.is_mean = _is_mean(run, lengths, dtype)
+            finally:
+                run.collator = shown
+        if run.wrapped_model.is_mean is not None:
+            break
+    if run.wrapped_model.is_mean and _weighs_by_slots(run):
+        run.wrapped_model.is_mean = None
+
+
+def _weighs_by_slots(run: PreparedModel) -> bool:
+    """Whether slots are the weight of sequences whose loss may be of one label: six of one length weigh alike."""
+    is_seen = run.wrapped_model.by_sequence is None or run.wrapped_model.has_own_loss
+    return run.collator.has_all_targets and not is_seen
 
 
 def _slots(collator: PackCollator) -> int:
@@ -71,33 +97,86 @@ def _labels(labels_of: Callable[[int], np.ndarray], ignored: int, sequence: int,
     """The last labels of a sequence, of each one more: few of the first, all of the last."""
     labels = np.asarray(labels_of(sequence))
     is_left_out = SEQUENCES * np.arange(len(labels)) < len(labels) * (SEQUENCES - 1 - sequence)
+    is_left_out[-1:] = False
     return np.where(is_left_out.reshape(-1, *[1] * (labels.ndim - 1)), ignored, labels)
 
 
-def _losses(run: PreparedModel, lengths: tuple[int, ...]) -> tuple[float, float]:
-    """The loss of the stock model of all sequences at once, and the mean of theirs; not numbers if it is not known."""
-    unknown = float("nan"), float("nan")
+def _is_mean(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.dtype | None) -> bool | None:
+    """Whether all sequences at once give the loss and gradients of each; None: that is not known."""
+    at_once = partial(_of_all_ranks, run, partial(_gradients_at_once, run, lengths))
+    together = at_once()
+    if together is None:
+        return None
+    one_by_one = gradients_of_pack if run.wrapped_model.by_sequence is None else gradients_alone
+    apart = _of_all_ranks(run, partial(one_by_one, run, lengths))
+    if apart is None:
+        return None
+    if _is_same(run, together, apart, dtype):
+        return True
+    del apart
+    again = at_once()  # which differs if random numbers are drawn
+    return None if again is None or not _is_same(run, again, together, dtype) else False
+
+
+def _is_same(run: PreparedModel, some: GradientResult, other: GradientResult, dtype: torch.dtype | None) -> bool:
+    worst = worst_difference(run, some, other, tolerance_of(dtype, run.state.compute_dtype))
+    is_same = worst.ratio <= 1.0 and is_close(some.loss or 0.0, other.loss or 0.0, run.state.compute_dtype)
+    return bool(gather_rows(torch.tensor([int(is_same)], device=run.world.device)).all())
+
+
+def _of_all_ranks(run: PreparedModel, compute: Callable[[], GradientResult | None]) -> GradientResult | None:
+    """Loss and gradients that are finite on every rank, else None."""
+    try:
+        result = compute()
+    except CommunicationError:
+        raise
+    except Exception:  # such as of a model that takes one sequence at a time
+        result = None
+    is_known = result is not None and np.isfinite(result.loss or 0.0)
+    is_known = is_known and result is not None and all(bool(part.isfinite().all()) for part in result.gradients)
+    return result if bool(gather_rows(torch.tensor([int(is_known)], device=run.world.device)).all()) else None
+
+
+def _gradients_at_once(run: PreparedModel, lengths: tuple[int, ...]) -> GradientResult | None:
+    """Loss and gradients of the stock model, called with all sequences at once; None: it cannot be."""
+    template = None
     with run.gathered():
-        try:
-            alone = [stock_loss(run, lengths, sequence) for sequence in range(SEQUENCES)]
-            joined = _joined([_stock_inputs(run, lengths, sequence) for sequence in range(SEQUENCES)])
-            if joined is None or any(loss is None for loss, _ in alone):
-                return unknown
-            with run.wrapped_model.plain():
-                together = loss_in(run.model(**joined))
-        except CommunicationError:
-            raise
-        except Exception:  # such as a model that takes one sequence at a time
-            return unknown
-    mean = sum(float(loss) * number for loss, number in alone if loss is not None) / sum(n for _, n in alone)
-    return unknown if together is None or together.numel() != 1 else (float(together), mean)
+        if run.wrapped_model.has_own_loss:
+            with torch.no_grad():
+                template, _ = stock_output(run, lengths, 0)
+    with run.gathered():
+        micro_batches = [_micro_batch(run, lengths, sequence) for sequence in range(len(lengths))]
+        joined = _joined([_stock_inputs(run, micro_batch) for micro_batch in micro_batches])
+        if joined is None:
+            return None
+        counts = [_num_targets(run, micro_batch) for micro_batch in micro_batches]
+        with run.wrapped_model.plain():
+            output = run.model(**joined)
+        if template is None:
+            loss = loss_in(output)
+        else:
+            loss = _loss_of_rows(run, _rows(output, template, len(lengths)), micro_batches, counts)
+        if loss is None or loss.dim() or not sum(counts):
+            return None
+        value = float(loss.detach().double()) * sum(counts)
+        is_summed = is_summed_over_ranks(run)
+        computed = gradients_of_loss(run, loss, sum(counts) / (run.world.size if is_summed else 1))
+    return GradientResult(loss=value, gradients=taken_gradients(run) if is_summed else computed)
 
 
-def _stock_inputs(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> dict[str, Any]:
-    shard = shard_for(run, pack := pack_of(run, lengths, (sequence,)), run.alone)
-    micro_batch = run.make(shard, pack)
-    with active(shard):
+def _micro_batch(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> MicroBatch:
+    pack = pack_of(run, lengths, (sequence,))
+    return run.make(shard_for(run, pack, run.alone), pack)
+
+
+def _stock_inputs(run: PreparedModel, micro_batch: MicroBatch) -> dict[str, Any]:
+    with active(micro_batch.shard):
         return run.wrapped_model.stock_inputs_of(micro_batch)
+
+
+def _num_targets(run: PreparedModel, micro_batch: MicroBatch) -> int:
+    with active(micro_batch.shard):
+        return run.wrapped_model.targets_of(micro_batch)
 
 
 def _joined(inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -114,3 +193,36 @@ def _joined(inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
         else:
             return None
     return joined
+
+
+def _rows(output: Any, alone: Any, num_rows: int) -> list[Any]:
+    """The output of a batch as one for each of its rows, of the shapes that one sequence ``alone`` has; empty: it has
+    other shapes."""
+    leaves, form = pytree.tree_flatten(output)
+    leaves_alone, form_alone = pytree.tree_flatten(alone)
+    if len(leaves) != len(leaves_alone) or form != form_alone:
+        return []
+    rows = list[list[Any]]([] for _ in range(num_rows))
+    is_cut = False
+    for leaf, of_one in zip(leaves, leaves_alone):
+        if not isinstance(leaf, Tensor) or leaf.shape == of_one.shape:
+            parts = [leaf] * num_rows
+        elif leaf.shape == (num_rows * of_one.shape[0], *of_one.shape[1:]):
+            parts, is_cut = list(leaf.chunk(num_rows)), True
+        else:
+            return []
+        for row, part in zip(rows, parts):
+            row.append(part)
+    return [pytree.tree_unflatten(row, form) for row in rows] if is_cut else []
+
+
+def _loss_of_rows(
+    run: PreparedModel, rows: list[Any], micro_batches: list[MicroBatch], counts: list[int]
+) -> Tensor | None:
+    """The mean of what the user's function makes of each row, weighted by their targets."""
+    losses = list[Tensor]()
+    for row, micro_batch, count in zip(rows, micro_batches, counts):
+        if count:
+            with active(micro_batch.shard):
+                losses.append(run.wrapped_model.loss_of(row, micro_batch) * (count / sum(counts)))
+    return torch.stack(losses).sum() if losses else None

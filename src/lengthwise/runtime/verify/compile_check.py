@@ -8,11 +8,11 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.verify.compute_settings import short_lengths
-from lengthwise.runtime.verify.gradient_check import worst_difference
 from lengthwise.runtime.verify.precision import tolerance_of
 from lengthwise.runtime.verify.scratch_copy import scratch_state
 from lengthwise.runtime.verify.stock_call import GradientResult, gradients_of_pack
 from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.worst_difference import worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, finite, with_zeros_filled, zeros_filled
 
 

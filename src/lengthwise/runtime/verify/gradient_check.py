@@ -8,7 +8,7 @@ where memory allows. What differs is refused with the layer and the operation wh
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
-from lengthwise.runtime.comm.collectives import gather_rows, sum_over_ranks
+from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
@@ -32,9 +32,10 @@ from lengthwise.runtime.verify.stock_call import (
     GradientResult,
     gradients_alone,
     gradients_in_pack,
-    parameter_names,
 )
+from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.verify.worst_difference import WorstDifference, worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, of_stock, warn_of_zeros
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.refused_draws import random_states
@@ -92,8 +93,7 @@ def check_exact(
             watch.note(state)
 
     watch = StateWatch()
-    if run.wrapped_model.by_sequence is not None:
-        check_loss_of_sequences(run)
+    check_loss_is_no_sum(run)
     slots = [length for setting in settings if setting.gradients for length in setting.lengths]
     check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)))
     try:
@@ -103,6 +103,7 @@ def check_exact(
             check_order()  # which is the reason then
         raise
     check_order()
+    check_loss_of_sequences(run, Fill.NOTHING if unfilled else Fill.SIGNED)
     warn_of_zeros(run, unfilled)
 
 
@@ -219,15 +220,6 @@ def _check_same_exchanges(run: PreparedModel, setting: ComputeSetting, group: An
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Worst:
-    """The largest difference, relative to its limit."""
-
-    ratio: float
-    relative: float
-    name: str
-
-
 def _verdict(
     run: PreparedModel,
     setting: ComputeSetting,
@@ -237,7 +229,9 @@ def _verdict(
 ) -> None:
     """Raise the same ``CheckError`` on every rank if loss or gradients of the pack differ on any of them."""
     worst = (
-        _Worst(ratio=0.0, relative=0.0, name="") if packed is None else worst_difference(run, packed, alone, tolerance)
+        WorstDifference(ratio=0.0, relative=0.0, name="")
+        if packed is None
+        else worst_difference(run, packed, alone, tolerance)
     )
     ratios = gather_rows(torch.tensor([worst.ratio], dtype=torch.float64, device=run.world.device)).flatten()
     if bool((ratios <= 1.0).all()):
@@ -290,31 +284,3 @@ def _check_called_again(
     )
     if not _is_within(run, worst_difference(run, again, alone, tolerance).ratio):
         raise state.error()
-
-
-def worst_difference(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
-    """Find where loss and gradients computed in two ways differ most, relative to the tolerance."""
-    relative = 0.0
-    if packed.loss is not None and alone.loss is not None:
-        relative = abs(packed.loss - alone.loss) / max(abs(alone.loss), 1e-6)
-    candidates = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]
-    if packed.gradients:
-        rows = [
-            torch.stack([(got.double() - expected.double()).norm(), expected.double().norm()])
-            for got, expected in zip(packed.gradients, alone.gradients)
-        ]
-        norms_of_parts = torch.stack(rows)
-        if run.gather is not None:
-            norms_of_parts = sum_over_ranks(norms_of_parts.square()).sqrt()
-        errors, norms = norms_of_parts.T.cpu()
-        limits = tolerance.relative * norms.clamp(min=tolerance.floor * float(norms.norm()))
-        ratios = (errors / limits.clamp(min=1e-300)).nan_to_num(torch.inf)
-        worst = int(ratios.argmax())
-        name = f"the gradient of {parameter_names(run)[worst]}"
-        relative = float(errors[worst] / norms[worst]) if norms[worst] else float(errors[worst])
-        candidates.append(_Worst(ratio=float(ratios[worst]), relative=relative, name=name))
-    return max(candidates, key=lambda candidate: candidate.ratio)
-
-
-def _ratio(value: float, limit: float) -> float:
-    return value / limit if value == value else float("inf")

@@ -5,10 +5,10 @@ from functools import partial
 from lengthwise.core.errors import CheckError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
-from lengthwise.runtime.verify.gradient_check import worst_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.stock_call import gradients_of_pack
 from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.worst_difference import worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, finite
 
 

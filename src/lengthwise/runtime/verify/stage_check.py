@@ -25,7 +25,6 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied, whole_shard
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
-from lengthwise.runtime.verify.gradient_check import worst_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.stage_values import ForwardValues, check_last_stage, values_of_forward
 from lengthwise.runtime.verify.stock_call import (
@@ -36,6 +35,7 @@ from lengthwise.runtime.verify.stock_call import (
     taken_gradients,
 )
 from lengthwise.runtime.verify.verdict import on_every_rank
+from lengthwise.runtime.verify.worst_difference import worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, finite
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.loss_backward import Roots

@@ -107,7 +107,7 @@ def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: 
             if not isfinite(loss.detach()):
                 without_number.append(lengths[sequence])
             if gradients:
-                added = _gradients(run, loss, num_targets / (run.world.size if is_summed else 1))
+                added = gradients_of_loss(run, loss, num_targets / (run.world.size if is_summed else 1))
                 summed = added if summed is None else [a + b for a, b in zip(summed, added)]
     if gradients and is_summed:
         summed = taken_gradients(run)
@@ -151,7 +151,7 @@ def gradients_in_pack(
                     total += loss.detach().double() * num_targets
                 if gradients:
                     num_groups = run.world.size // group.size if is_summed else 1
-                    result = _gradients(run, loss, num_targets / num_groups, shard)
+                    result = gradients_of_loss(run, loss, num_targets / num_groups, shard)
             num_made = shard.num_exchanges - made_before
             group.all_reduce(total, torch.distributed.ReduceOp.SUM)
     if is_summed and gradients:
@@ -183,7 +183,7 @@ def taken_gradients(run: PreparedModel) -> list[Tensor]:
     return [run.state.take_gradient()]
 
 
-def _gradients(run: PreparedModel, loss: Tensor, weight: float, shard: PackShard | None = None) -> list[Tensor]:
+def gradients_of_loss(run: PreparedModel, loss: Tensor, weight: float, shard: PackShard | None = None) -> list[Tensor]:
     """Gradients of the mean loss times a weight, such as its number of targets, for every trained parameter.
 
     A rank without targets takes part in the backward of its ``shard`` with zeros.

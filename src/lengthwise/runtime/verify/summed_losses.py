@@ -56,7 +56,7 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
 
     Every rank calls this, with the same outcome. A model that fails with some labels left out is not judged by it.
     """
-    if not takes_ignored(run):
+    if run.wrapped_model.by_sequence is None or not takes_ignored(run):
         return
     lengths, dtype = traced_lengths(run.collator)[:1], run.state.compute_dtype
     with noise_free(run), synthetic(run, lengths), torch.no_grad():

@@ -197,7 +197,7 @@ def _difference(loss: Tensor, values: Sequence[Tensor], head: torch.dtype | None
 def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
     """Raise ``CheckError`` if a label counts as a target that the checked loss leaves out."""
     ignored = wrapped_model.ignored_labels
-    if ignored and not wrapped_model.has_mean:
+    if ignored and wrapped_model.by_sequence is not None and wrapped_model.is_mean is False:
         return  # the number of targets is the weight of a sequence's loss, whatever that is made of
     if ignored and (label := micro_batch.label_among(ignored)) is not None:
         raise CheckError(

@@ -66,8 +66,6 @@ class SequenceBySequence:
         self._made_labels, self._labels_sequences, self._has_loss = made_labels, labels_sequences, has_loss
         self._forward, self._name, self._make = forward, model_name, make
         self._parameters = list(signature(forward).parameters)
-        self.is_mean = True
-        """Whether the loss of a batch is the mean of its sequences' losses by their targets, as far as was seen."""
         self._input_axes: dict[str, int | None] = {}
         self._output_axes: dict[str, int | None] = {}
         self._seen: list[tuple[Shapes, Shapes]] = []

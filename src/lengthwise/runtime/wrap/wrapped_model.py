@@ -67,6 +67,8 @@ class WrappedModel:
     """Labels that its loss was seen to leave out or to weigh otherwise, beside those of which it is known."""
     most_slots: int | None = None
     """Slots of a pack that it can be given; None: any number."""
+    is_mean: bool | None = None
+    """Whether the loss of a batch is the mean of its sequences' losses by their targets; None: that is not known."""
 
     def __init__(
         self,
@@ -184,11 +186,6 @@ class WrappedModel:
                 f"the weights of {type(self.model).__name__} cannot be gathered layer by layer: {problem}; use "
                 "weights='whole' in prepare(...)"
             )
-
-    @property
-    def has_mean(self) -> bool:
-        """Whether the loss of a batch is the mean of its sequences' losses, as far as was seen."""
-        return self.by_sequence is None or self.by_sequence.is_mean
 
     @property
     def has_own_loss(self) -> bool:
