@@ -265,18 +265,22 @@ def _learn(
         if chosen.share_prefixes:
             check_can_share(wrapped_model, prepared.collator, chosen)
         if chosen.check:
-            lengths = sequences.computed_lengths
-            check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
-            warn_of_unread_labels(prepared, chosen)
-            check_compiled(prepared)
-            if chosen.share_prefixes:
-                check_shared_prefixes(prepared)
+            _compare(prepared, chosen, sequences.computed_lengths)
     except BaseException as error:
         wrapped_model.release()
         if prepared is not None and (prepared.gather is None or isinstance(error, LengthwiseError)):
             prepared.restore_weights()  # of shares by all ranks, which all have a known error
         raise
     return prepared
+
+
+def _compare(prepared: PreparedModel, chosen: PrepareOptions, lengths: LengthIndex) -> None:
+    """Compare packs, compiled layers and shared prefixes with the stock model."""
+    check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
+    warn_of_unread_labels(prepared, chosen)
+    check_compiled(prepared)
+    if chosen.share_prefixes:
+        check_shared_prefixes(prepared)
 
 
 def _learn_named(prepared: PreparedModel, chosen: PrepareOptions) -> None:
