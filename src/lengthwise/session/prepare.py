@@ -16,6 +16,7 @@ from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import LengthwiseError, errors_spelt
+from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
