@@ -77,7 +77,7 @@ def test_terms_that_are_means_over_tokens_and_sequences_train_what_one_device_tr
 
 WRONG = {
     "divided": (lambda model, m: model(**m.inputs)[1] / 4, CheckError, "got a loss of .* that was checked .*; so its"),
-    "summed": (lambda model, m: model(**m.inputs)[1] * m.num_targets, CheckError, "not divided or summed"),
+    "summed": (lambda model, m: model(**m.inputs)[1] * m.num_targets, CheckError, "not divided, summed or shifted"),
     "with a mean over tokens": (
         lambda model, m: model(**m.inputs)[1] + 1e-3 * model(**m.inputs)[0].square().mean(),
         CheckError,

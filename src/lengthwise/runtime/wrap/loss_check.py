@@ -188,9 +188,9 @@ def _difference(loss: Tensor, values: Sequence[Tensor], head: torch.dtype | None
     return (
         f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
         f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
-        "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
-        "values, over='tokens')); or say what another loss is a mean over, on this rank: "
-        "step.backward(loss, mean_over='targets')"
+        "over as it is, not divided, summed or shifted (the labels of a micro-batch are shifted already); give further "
+        "terms as step.backward(loss, side=micro_batch.mean(values, over='tokens')); or say what another loss is a "
+        "mean over, on this rank: step.backward(loss, mean_over='targets')"
     )
 
 
