@@ -172,6 +172,29 @@ def test_a_frozen_model_that_is_to_pass_a_gradient_on_is_refused():
     run.close()
 
 
+class Short(Critic):
+    """Takes no more than twenty tokens."""
+
+    def forward(self, idx=None, inputs_embeds=None):
+        assert idx.shape[1] <= 20, "no more"
+        return super().forward(idx)
+
+
+def test_a_frozen_model_that_fails_on_a_pack_is_told_how_many_slots_it_got_and_how_packs_are_limited():
+    torch.manual_seed(1)
+    short = Short().double()
+
+    def loss(model, micro_batch):
+        short(micro_batch.inputs["idx"])
+        return model(**micro_batch.inputs)[1]
+
+    run, model = prepared(frozen=[short], check=False)
+    said = r"Short, which is frozen, fails on a pack of \d+ slots \(AssertionError: no more.*max_tokens="
+    with pytest.raises(InputError, match=said):
+        compute(run, model, next(run.steps()), loss)
+    run.close()
+
+
 def test_a_run_is_closed_at_the_end_of_a_with_statement():
     run, model = prepared()
     with run as entered:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
 TARGETS = ("labels", "targets", "target", "y")
@@ -44,6 +44,15 @@ def check_constant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "models compute without gradients. Call it with detached tensors, or make it a part of the trained model, "
             "with weights that need no gradient (requires_grad_(False)), called in its forward"
         )
+
+
+def check_frozen(error: Exception, name: str, num_slots: int) -> None:
+    """Raise ``InputError`` for an error of a frozen model ``name`` on a pack; an empty string: it is none."""
+    if name and not isinstance(error, LengthwiseError):
+        raise InputError(
+            f"{name}, which is frozen, fails on a pack of {num_slots:,} slots ({type(error).__name__}: {error}); if it "
+            "takes no more than its longest sequence, say so: max_tokens="
+        ) from error
 
 
 def _check_keeps_logits(name: str, kwargs: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from lengthwise.runtime.wrap.deferred_loss import computed
 from lengthwise.runtime.wrap.dense_embeddings import DenseEmbeddings
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
-from lengthwise.runtime.wrap.forward_arguments import check_arguments, check_constant
+from lengthwise.runtime.wrap.forward_arguments import check_arguments, check_constant, check_frozen
 from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
@@ -352,6 +352,7 @@ class WrappedModel:
             return self._outputs.not_computed(shard.num_slots, shard.device)
         except Exception as error:
             if not is_out_of_memory(error):
+                check_frozen(error, type(self.model).__name__ if self._is_frozen else "", shard.num_slots)
                 raise
             shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
