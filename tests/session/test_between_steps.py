@@ -189,7 +189,7 @@ def test_a_frozen_model_that_fails_on_a_pack_is_told_how_many_slots_it_got_and_h
         return model(**micro_batch.inputs)[1]
 
     run, model = prepared(frozen=[short], check=False)
-    said = r"Short, which is frozen, fails on a pack of \d+ slots \(AssertionError: no more.*max_tokens="
+    said = r"(?s)Short, which is frozen, fails on a pack of \d+ slots \(AssertionError: no more.*max_tokens="
     with pytest.raises(InputError, match=said):
         compute(run, model, next(run.steps()), loss)
     run.close()
