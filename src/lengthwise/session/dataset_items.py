@@ -20,6 +20,7 @@ from lengthwise.session.channel_kinds import ChannelKinds
 from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
+from lengthwise.session.label_counts import LabelCounts
 from lengthwise.session.sequence_units import check_all_units, shared_tree
 
 _log = logging.getLogger("lengthwise")
@@ -49,6 +50,7 @@ class DatasetItems:
     """The largest token id, and its item; None: items are no token ids."""
     largest_label: tuple[int, int] | None = None
     """The largest label that is predicted, and its item; None: items are no token ids."""
+    label_counts: LabelCounts = field(default_factory=LabelCounts)
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
     windows: tuple[CorpusWindow, ...] = ()
     """Slots of several sequences, where they have numbers that are no token ids."""
@@ -113,6 +115,7 @@ class _Scan:
 
     channels: ChannelKinds
     kinds: DistinctSlots
+    labels: LabelCounts = field(default_factory=LabelCounts)
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -151,6 +154,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         state.update(repr(row.bounds).encode() if row.is_unit else b"")
         scan.checksums.append(_checksum(row))
         _count(scan, number, row, columns.expected)
+        scan.labels.add(row, ignored=columns.expected.ignore_index)
         if row.is_unit:
             _count_unit(scan, row, columns.expected)
         for start, end in pairwise(row.bounds):
@@ -185,6 +189,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         used=scan.used or frozenset(),
         largest=scan.largest if size == 1 else None,
         largest_label=scan.largest_label if size == 1 else None,
+        label_counts=scan.labels,
         kinds=scan.kinds.columns(scan.channels.slots()),
         windows=scan.channels.windows(),
         offsets=np.array(scan.offsets, dtype=np.int64) if scan.has_units else None,

@@ -6,21 +6,16 @@ their values tell it.
 """
 
 import logging
-from collections.abc import Callable
-
-import numpy as np
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.session.datasets import RunSequences
+from lengthwise.session.label_counts import LabelCounts
 
 _log = logging.getLogger("lengthwise")
 
-MOST_ITEMS = 64
-"""Items that are looked at."""
 FEWEST_LABELS = 8
 """Labels by which items can be judged."""
 MOSTLY = 0.5
@@ -58,25 +53,14 @@ def warn_of_unread_labels(prepared: PreparedModel, options: PrepareOptions) -> N
         )  # fmt: skip
 
 
-def check_labels_of_next(
-    name: str, sequences: RunSequences, labels_of: Callable[[int], np.ndarray], *, warns: bool
-) -> None:
+def check_labels_of_next(name: str, counts: LabelCounts, *, warns: bool) -> None:
     """Raise ``InputError`` if labels of items are the next tokens already, of a model ``name`` that learns those after.
 
     ``warns``: say so where they are neither tokens nor next tokens.
     """
-    num_labels = num_own = num_next = 0
-    for number in range(min(len(sequences.computed_lengths), MOST_ITEMS)):
-        tokens, labels = np.asarray(sequences.tokens(number)), np.asarray(labels_of(number))
-        if tokens.ndim != 1 or tokens.shape != labels.shape or tokens.dtype.kind not in "iu":
-            return
-        has_loss = ~np.isin(labels[:-1], (IGNORE, sequences.ignore_index))
-        num_labels += int(has_loss.sum())
-        num_own += int((labels[:-1] == tokens[:-1])[has_loss].sum())
-        num_next += int((labels[:-1] == tokens[1:])[has_loss].sum())
-    if num_labels < FEWEST_LABELS or num_own >= (1 - MOSTLY) * num_labels:
+    if counts.num_labels < FEWEST_LABELS or counts.num_own >= (1 - MOSTLY) * counts.num_labels:
         return
-    if num_next == num_labels:
+    if counts.num_next == counts.num_labels:
         raise InputError(
             f"the labels of items are their next tokens already, and {name} would learn the label after each token, "
             "two tokens ahead: say objective='every-token', which uses labels as they are, or give each token's own"
@@ -85,5 +69,6 @@ def check_labels_of_next(
         _log.warning(
             "labels of items are other than their tokens at %.0f %% of the places that have one, as tags or hidden "
             "tokens are, and %s learns the label after each token; say objective='every-token' if each token is to "
-            "learn its own, or objective='next-token' if it is meant so", 100 * (1 - num_own / num_labels), name,
+            "learn its own, or objective='next-token' if it is meant so",
+            100 * (1 - counts.num_own / counts.num_labels), name,
         )  # fmt: skip

@@ -314,8 +314,8 @@ def _read(
     chosen = with_metric_of(chosen, sequences.view)
     check_takes(model, sequences)
     is_default = expected.objective == NEXT_TOKEN and chosen.objective is None and chosen.inputs is None
-    if is_default and sequences.labels is not None and not is_hugging_face(base_model(model)):
-        check_labels_of_next(type(model).__name__, sequences, sequences.labels, warns=world.is_first)
+    if is_default and isinstance(sequences.store, DatasetItems) and not is_hugging_face(base_model(model)):
+        check_labels_of_next(type(model).__name__, sequences.store.label_counts, warns=world.is_first)
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
