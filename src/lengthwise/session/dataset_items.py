@@ -154,9 +154,6 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         state.update(repr(row.bounds).encode() if row.is_unit else b"")
         scan.checksums.append(_checksum(row))
         _count(scan, number, row, columns.expected)
-        scan.labels.add(row, ignored=columns.expected.ignore_index)
-        if row.is_unit:
-            _count_unit(scan, row, columns.expected)
         for start, end in pairwise(row.bounds):
             scan.lengths.append((end - start) * size)
             scan.numbers.append(number)
@@ -224,7 +221,9 @@ def _count_unit(scan: _Scan, row: ItemRow, expected: ExpectedColumns) -> None:
 
 
 def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) -> None:
-    """Note the largest token and label, and how many tokens of the item have a loss."""
+    """Note the largest token and label, what labels are, and how many tokens of the item have a loss."""
+    if row.is_unit:
+        _count_unit(scan, row, expected)
     of_loss = {name: values for name, values in row.passed.items() if name in expected.loss_columns}
     of_model = {name: values for name, values in row.passed.items() if name not in of_loss}
     looked = (*["tokens"] * (expected.slot_tokens > 1), *of_loss)
@@ -234,6 +233,7 @@ def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) ->
     if expected.slot_tokens > 1:
         return
     scan.kinds.add(row.tokens, row.labels, of_model, of_loss)
+    scan.labels.add(row, ignored=expected.ignore_index)
     largest = int(row.tokens.max())
     if largest > scan.largest[0]:
         scan.largest = largest, number
