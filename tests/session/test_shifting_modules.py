@@ -101,7 +101,7 @@ def test_one_that_takes_next_tokens_is_given_these():
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.deep)])
 def test_labels_are_told_apart_though_16_bits_round_their_losses_alike(dtype, is_large, monkeypatch):
     """In 16 bits the loss of a sequence is often the same though its first label is another one."""
     if is_large:  # a model of which there is no room for a copy in float64
