@@ -353,7 +353,7 @@ def test_a_penalty_on_weights_is_exact_in_a_mean_over_targets_and_refused_beside
     other, same = prepared(steps=1)
     assert abs(with_penalty - before - compute(other, same, next(other.steps())).loss) < 1e-9
     step = next((again := prepared(steps=1))[0].steps())
-    with pytest.raises(InputError, match=r"side= of step\.backward is made of weights alone.*mean_over='targets'"):
+    with pytest.raises(InputError, match=r"side= is added as it is for every micro-batch.*mean_over='targets'"):
         for micro_batch in step:
             step.backward(again[1](**micro_batch.inputs)[1], side=penalty(again[1]))
     again[0].close()

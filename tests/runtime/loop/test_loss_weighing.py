@@ -17,12 +17,12 @@ def weighing_of(*, is_exact=True):
     return Weighing(LossTotals(**TOTALS, is_exact=is_exact), torch.device("cpu"))
 
 
-def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()):
-    """Three slots of two units, and one of padding; ``means``: what were made of it."""
+def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=(), shares=()):
+    """Three slots of two units, and one of padding; ``means``, ``shares``: what were made of it."""
     return SimpleNamespace(
         num_targets=num_targets, degree=degree,
         shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None, passes=[]),
-        num_units=2, means=set(means), handed_out=HandedOut(),
+        num_units=2, means=set(means), handed_out=HandedOut(), shares=list(shares),
     )  # fmt: skip
 
 
@@ -37,8 +37,8 @@ WEIGHTS = {None: 8 / 40, "targets": 8 / 40, "tokens": 3 / 50, "units": 2 / (5 * 
 def test_a_loss_has_the_weight_of_what_it_is_a_mean_over(mean_over):
     weighing, loss = weighing_of(), loss_of()
     for number in (1, 2):
-        means = ("sum",) if mean_over == "step" else ()
-        (term,) = weighing.terms(micro_batch_of(means=means), loss, None, mean_over)
+        share = loss if mean_over != "step" else loss * 1.0
+        (term,) = weighing.terms(micro_batch_of(shares=[share]), loss := share, None, mean_over)
         assert term.value is loss and term.weight == pytest.approx(WEIGHTS[mean_over])
         assert weighing.num_targets == 8 * number
         direct = 0.0 if mean_over in (None, "targets") else 3.0 * WEIGHTS[mean_over] * number
@@ -47,8 +47,9 @@ def test_a_loss_has_the_weight_of_what_it_is_a_mean_over(mean_over):
 
 
 def test_a_side_term_counts_whole_beside_the_loss():
-    weighing, side = weighing_of(), loss_of(0.5)
-    terms = weighing.terms(micro_batch_of(means=("tokens",)), loss_of(), side, None)
+    weighing, share = weighing_of(), loss_of(0.25) * 1.0
+    side = 2 * share
+    terms = weighing.terms(micro_batch_of(shares=[share]), loss_of(), side, None)
     assert [term.weight for term in terms] == [8 / 40, 1.0] and terms[1].value is side
     assert weighing.direct == 0.5 and float(weighing.by_target) == 24.0
     with pytest.raises(InputError, match="takes the side as a tensor; got float"):
@@ -58,8 +59,9 @@ def test_a_side_term_counts_whole_beside_the_loss():
 @pytest.mark.parametrize(("side", "mean_over"), [(0.5, None), (None, "step")])
 def test_a_term_that_is_no_share_of_the_step_is_refused_as_its_weight_would_depend_on_the_plan(side, mean_over):
     side = None if side is None else loss_of(side)
-    with pytest.raises(InputError, match=r"is added as it is for every micro-batch.*micro_batch.mean\("):
-        weighing_of().terms(micro_batch_of(), loss_of(), side, mean_over)
+    for shares in ([], [loss_of() * 2.0]):
+        with pytest.raises(InputError, match=r"is added as it is for every micro-batch.*micro_batch.mean\("):
+            weighing_of().terms(micro_batch_of(shares=shares), loss_of() * 1.0, side, mean_over)
 
 
 def test_a_mean_over_nothing_is_left_out():
@@ -91,7 +93,8 @@ def test_another_word_for_a_mean_is_refused():
 )
 def test_what_a_step_is_a_mean_over_is_noted(mean_over, means, uses):
     weighing = weighing_of()
-    weighing.terms(micro_batch_of(means=means), loss_of(), None, mean_over)
+    loss = loss_of() * 1.0
+    weighing.terms(micro_batch_of(means=means, shares=[loss]), loss, None, mean_over)
     assert weighing.uses == uses
 
 

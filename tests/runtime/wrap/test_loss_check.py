@@ -230,3 +230,25 @@ def test_the_loss_of_a_model_in_16_bits_needs_no_warning(caplog):
 def test_losses_differ_by_what_the_narrower_of_their_dtypes_rounds(dtypes, off, is_one):
     loss, value = (torch.tensor(number, dtype=dtype) for number, dtype in zip((4.0 + off, 4.0), dtypes))
     assert (abs(float(loss) - float(value)) <= largest_difference(loss, value)) == is_one
+
+
+def test_small_losses_in_16_bits_that_were_recognized_are_no_others_by_rounding():
+    small, near = torch.tensor(0.0091), torch.tensor(0.0109, dtype=torch.bfloat16)
+    assert abs(float(small) - float(near)) < largest_difference(small, near, is_known=True)
+    assert abs(4.0 - 4.05) < largest_difference(torch.tensor(4.05), near * 0 + 4, is_known=True)
+    assert abs(4.0 - 4.1) > largest_difference(torch.tensor(4.1), near * 0 + 4, is_known=True)
+    of_autocast = largest_difference(torch.tensor(0.002), torch.tensor(0.0038), head=torch.bfloat16)
+    assert 0.0018 < of_autocast < 0.1
+    assert largest_difference(small, small.clone(), is_known=True) == pytest.approx(1e-5)
+
+
+def test_another_micro_batch_of_a_step_is_compared_again_each_time():
+    """The last one has another loss from the second step on, and the function of ``loss=`` costs something."""
+
+    def loss(model, micro_batch, step):
+        output = model(**micro_batch.inputs)
+        is_last = micro_batch.pack.ids[-1] == len(rows()) - 1
+        return of_logits(output, micro_batch) + 0.1 * (step > 0 and is_last) * output[0].pow(2).mean()
+
+    with pytest.raises(CheckError, match=ANOTHER):
+        trained(loss, planner=TOGETHER, loss=of_logits)

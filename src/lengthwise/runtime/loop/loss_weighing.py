@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.gradient_changes import graph_of
 from lengthwise.runtime.wrap.loss_backward import LossTerm
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.made_labels import targets_of_loss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 from lengthwise.runtime.wrap.sequence_sums import check_is_whole
 
 
@@ -79,13 +81,13 @@ class Weighing:
             check_is_whole(micro_batch.shard, "mean_over='units' takes a loss of whole units")
             terms.append(self._direct(loss, micro_batch.num_units / (totals.units * micro_batch.degree)))
         elif mean_over == "step":
-            _check_is_share(micro_batch, "the loss with mean_over='step'")
+            _check_is_share(micro_batch, loss, "the loss with mean_over='step'")
             terms.append(self._direct(loss, 1.0))
         else:
             raise InputError(f"mean_over is 'targets', 'tokens', 'units' or 'step', not {mean_over!r}")
         if side is not None:
             check_form(side, 1, "side")
-            _check_is_share(micro_batch, "side=")
+            _check_is_share(micro_batch, side, "side=")
             terms.append(self._direct(side, 1.0))
         return terms
 
@@ -100,7 +102,7 @@ class Weighing:
         terms = [LossTerm(value=value, weight=1 / micro_batch.degree)]
         if side is not None:
             check_form(side, 1, "side")
-            _check_is_share(micro_batch, "side=")
+            _check_is_share(micro_batch, side, "side=")
             terms.append(self._direct(side, 1.0))
         return terms
 
@@ -141,11 +143,14 @@ class Weighing:
             self.totals.check_exact("units")
 
 
-def _check_is_share(micro_batch: MicroBatch, what: str) -> None:
-    """Raise ``InputError`` if nothing of a micro-batch is a share of a mean over the step, as a term is to be."""
-    if not micro_batch.means:
-        raise InputError(
-            f"{what} is added as it is for every micro-batch and rank, however many the plan has, so it is to be this "
-            "rank's share of a mean or a sum over the whole step: micro_batch.mean(values, over='tokens'), or "
-            "micro_batch.sum(values) by a number that is the same on every rank"
-        )
+def _check_is_share(micro_batch: MicroBatch, value: Tensor, what: str) -> None:
+    """Raise ``InputError`` unless a term is made of a micro-batch's shares of means or sums over the step."""
+    shares = {share.grad_fn for share in micro_batch.shares if not isinstance(share, MissingTensor)} - {None}
+    if shares and any(node in shares for node in graph_of(value)):
+        return
+    raise InputError(
+        f"{what} is added as it is for every micro-batch and rank, however many the plan has, so it is to be made of "
+        "this rank's share of a mean or a sum over the whole step: micro_batch.mean(values, over='tokens'), or "
+        "micro_batch.sum(values) by a number that is the same on every rank; a penalty on weights goes with a mean "
+        "over targets: step.backward(loss + penalty, mean_over='targets')"
+    )

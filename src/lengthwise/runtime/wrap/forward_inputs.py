@@ -15,6 +15,7 @@ from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.position_ids import StockPositions
+from lengthwise.runtime.wrap.structure import hugging_face_models
 from lengthwise.runtime.wrap.user_functions import INPUTS, checked_inputs, user_function
 
 MakeInputs = Callable[[MicroBatch], dict[str, Any]]
@@ -49,7 +50,10 @@ class ForwardInputs:
         self._takes_any, self._is_making = is_changed_by_hooks or Parameter.VAR_KEYWORD in kinds, False
         self._completion = CallCompletion(forward, self._name)
         self._compared = ComparedArguments(
-            self._name, self._parameters, is_hugging_face=is_hugging_face, is_by_sequence=self._is_by_sequence
+            self._name,
+            self._parameters,
+            is_hugging_face=bool(hugging_face_models(model)),
+            is_by_sequence=self._is_by_sequence,
         )
 
     def of(self, micro_batch: MicroBatch) -> dict[str, Any]:
@@ -89,8 +93,8 @@ class ForwardInputs:
         use = self._label_use(inputs)
         fills = POSITIONS if self._make is not None else tuple(inputs)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
-        if is_compared:
-            self._compared.check(call.kwargs, micro_batch, inputs)
+        if is_compared or is_frozen:
+            self._compared.check(call.kwargs, micro_batch, micro_batch.given.values | inputs)
         else:
             self._compared.note(call.kwargs)
         if not is_frozen and (made := self._convention().made) is not None:

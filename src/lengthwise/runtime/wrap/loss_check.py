@@ -31,8 +31,11 @@ Measured: 4e-7 of float32, of whatever logits; one and a half units in the last 
 """
 HEAD_IN_16_BITS = 5e-4
 """The same where a head in 16 bits computes logits for each of the two, by other products."""
-FLOOR, FLOOR_OF_16_BITS = 1.0, 0.1
+FLOOR = 1.0
 """Smaller losses may differ as one of this size does, for logits are rounded."""
+AGAIN_IN_16_BITS = 2e-2
+"""The same of losses in 16 bits that were recognized before, and of those below a half: as a model learns, its logits
+grow and its loss falls, and rounding is no reason to end a run."""
 _16_BITS = (torch.float16, torch.bfloat16)
 DEPTH = 6
 """Operations of a loss, from the last one back, by which it is known."""
@@ -82,7 +85,9 @@ class LossCheck:
         self._known: set[tuple[Signature, LossPlace]] = set()
         self._later: list[tuple[Tensor, list[Tensor], torch.dtype | None]] = []
         """A loss, the values of the checked one, and the dtype of a head of both, to compare at the update."""
-        self._num_steps = 0
+        self._num_steps = self._num_due = 0
+        self._num_known = self._last_known = 0
+        """Losses that were recognized so far in this step, and in the last one."""
         self._is_missing = self._is_due = False
         """Whether a loss could not be compared, as no output was kept; whether a known one is compared again."""
 
@@ -91,6 +96,8 @@ class LossCheck:
         self._later.clear()
         self._is_due = self._num_steps > 0 and self._num_steps & (self._num_steps - 1) == 0
         self._num_steps += 1
+        self._num_due += self._is_due
+        self._last_known, self._num_known = self._num_known, 0
 
     def needs_output(self, micro_batch: Any) -> bool:
         """Whether the forward of a micro-batch has to keep what a loss is made of, which costs memory."""
@@ -117,7 +124,7 @@ class LossCheck:
             if not any(isinstance(value, MissingTensor) for value in values):
                 self._later.append((loss.detach().clone(), values, head))
             return
-        if is_known and not self._is_due:
+        if is_known and not self._is_next():
             return
         values = [note.value for note in noted if note.value is not None]
         with torch.no_grad():
@@ -127,7 +134,7 @@ class LossCheck:
         if not values and (is_known or (wrapped_model.has_own_loss and not self.needs_output(micro_batch))):
             self._is_missing = not is_known  # the next micro-batch's is looked at
             return
-        if problem := _difference(loss.detach(), values, head):
+        if problem := _difference(loss.detach(), values, head, is_known=is_known):
             raise CheckError(problem)
         self._is_due = False
         if not is_known and torch.isfinite(loss.detach()):
@@ -135,6 +142,12 @@ class LossCheck:
             self._warn_of_16_bits(loss, values)
             if tells_apart(micro_batch, place):
                 self._known.add((signature, place))
+
+    def _is_next(self) -> bool:
+        """Whether a loss that is recognized is compared again: in steps that are due one, another place each time."""
+        self._num_known += 1
+        size = max(1, self._last_known)
+        return self._is_due and (self._num_known - 1) % size == -self._num_due % size
 
     def _warn_of_16_bits(self, loss: Tensor, values: Sequence[Tensor]) -> None:
         """Warn once of a loss that is recognized by numbers in 16 bits, which others have too."""
@@ -152,19 +165,25 @@ class LossCheck:
     def problem(self) -> str:
         """Why a loss of the step was wrongly taken for the checked one; an empty string: none was."""
         later, self._later = self._later, []
-        return next((problem for entry in later if (problem := _difference(*entry))), "")
+        return next((problem for entry in later if (problem := _difference(*entry, is_known=True))), "")
 
 
-def largest_difference(loss: Tensor, value: Tensor, *, head: torch.dtype | None = None) -> float:
+def largest_difference(
+    loss: Tensor, value: Tensor, *, head: torch.dtype | None = None, is_known: bool = False
+) -> float:
     """The largest difference that two computations of one loss have.
 
     ``head``: the dtype in which a head may compute logits for each of them; None: they have the same logits.
+    ``is_known``: they were the same before.
     """
     narrower = max(loss.dtype, value.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     limit = TOLERANCE.get(narrower, TOLERANCE[torch.bfloat16])
+    size = abs(float(value.detach()))
     if head in _16_BITS:
         limit = max(limit, HEAD_IN_16_BITS)
-    return limit * max(FLOOR_OF_16_BITS if narrower in _16_BITS else FLOOR, abs(float(value.detach())))
+    if (head in _16_BITS or narrower in _16_BITS) and (is_known or size < FLOOR / 2):
+        limit = max(limit, AGAIN_IN_16_BITS)
+    return limit * max(FLOOR, size)
 
 
 def _version_of(loss: Tensor | None) -> int | None:
@@ -172,10 +191,10 @@ def _version_of(loss: Tensor | None) -> int | None:
     return None if loss is None or isinstance(loss, DeferredLoss) or loss.is_inference() else loss._version
 
 
-def _difference(loss: Tensor, values: Sequence[Tensor], head: torch.dtype | None) -> str:
+def _difference(loss: Tensor, values: Sequence[Tensor], head: torch.dtype | None, *, is_known: bool) -> str:
     """Why a loss is not the checked one, which has one of ``values``; an empty string: it is, or is not finite."""
     actual, expected = float(loss), [float(value.detach()) for value in values]
-    limits = [largest_difference(loss, value, head=head) for value in values]
+    limits = [largest_difference(loss, value, head=head, is_known=is_known) for value in values]
     if not isfinite(actual) or any(abs(actual - value) <= limit for value, limit in zip(expected, limits)):
         return ""  # the update says what is wrong
     if not expected:

@@ -44,8 +44,8 @@ class MicroBatch:
             sequences=len(collator.members(pack)), units=self._count_units(),
         )  # fmt: skip
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
-        self.means: set[Over | Literal["sum"]] = set()
-        """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any."""
+        self.means, self.shares = set[Over | Literal["sum"]](), list[Tensor]()
+        """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any; what these returned."""
         self.handed_out = HandedOut()
         shard.alone, shard.micro_batch = self._alone, self
         shard.targets_of = lambda: self.targets_by_sequence
@@ -244,9 +244,9 @@ class MicroBatch:
         Raises:
             InputError: there is not one value for each slot or unit.
         """
-        share = share_of_sum(self, values, over)
+        self.shares.append(share_of_sum(self, values, over))
         self.means.add("sum")
-        return share
+        return self.shares[-1]
 
     def mean(self, values: Tensor, *, over: Over) -> Tensor:
         """This rank's share of a mean over the whole step, of one value for each of its slots, [t] or [1, t].
@@ -260,9 +260,9 @@ class MicroBatch:
         Raises:
             InputError: there is not one value for each slot, or the number of targets is not known.
         """
-        share = share_of_mean(self, values, over)
+        self.shares.append(share_of_mean(self, values, over))
         self.means.add(over)
-        return share
+        return self.shares[-1]
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """[s, ...] the sum over each of the s sequences of this micro-batch of ``values`` [t, ...] or [1, t, ...].

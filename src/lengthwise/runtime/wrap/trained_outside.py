@@ -4,12 +4,11 @@ Nobody sums their gradients over ranks, weighs them by the targets of a step, or
 """
 
 from collections import Counter
-from typing import Any
 
 from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.gradient_changes import graph_of, leaves_of
+from lengthwise.runtime.wrap.gradient_changes import leaves_of
 from lengthwise.runtime.wrap.loss_check import Signature, signature_of
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
@@ -42,22 +41,6 @@ class TrainedOutside:
                 new.append(term)
         if new:
             self.check(*new)
-        if side is not None and any(term is side for term in new) and not isinstance(loss, MissingTensor):
-            self._check_of_forward(loss, side)
-
-    def _check_of_forward(self, loss: Tensor, side: Tensor) -> None:
-        """Raise ``InputError`` if a term has nothing but weights in common with the loss beside it."""
-        weights = {id(parameter) for parameter in self._model.parameters()}
-
-        def nodes(term: Tensor) -> set[Any]:
-            return {node for node in graph_of(term) if id(getattr(node, "variable", None)) not in weights}
-
-        if nodes(side).isdisjoint(nodes(loss)):
-            raise InputError(
-                "side= of step.backward is made of weights alone, as a penalty is, and of nothing that the model gave: "
-                "it would be added once for each micro-batch and rank. Add it to a loss that is a mean over targets, "
-                "step.backward(loss + penalty, mean_over='targets'), of which the step has the mean"
-            )
 
     def check(self, *losses: Tensor) -> None:
         """Raise ``InputError`` if losses of one forward read such a tensor."""
