@@ -35,7 +35,9 @@ class ComparedArguments:
         """``name``: of the model's class; ``parameters``: of its forward."""
         self._name, self._parameters, self._is_by_sequence = name, parameters, is_by_sequence
         known = [next((name for name in names if name in parameters), "") for names in (TOKENS, TARGETS)]
-        self._known = frozenset((*known, *POSITIONS)) | (_TRANSFORMERS if is_hugging_face else frozenset())
+        self._known = frozenset((*known, *POSITIONS, "inputs_embeds")) | (
+            _TRANSFORMERS if is_hugging_face else frozenset()
+        )
         self._values: dict[str, set[Any]] = {}
         """The numbers, flags and words that a function of the user's made while packs were compared."""
 
