@@ -34,8 +34,8 @@ class ComparedArguments:
     ) -> None:
         """``name``: of the model's class; ``parameters``: of its forward."""
         self._name, self._parameters, self._is_by_sequence = name, parameters, is_by_sequence
-        known = [next((name for name in names if name in parameters), "") for names in (TOKENS, TARGETS)]
-        self._known = frozenset((*known, *POSITIONS, "inputs_embeds")) | (
+        main_names = [next((name for name in names if name in parameters), "") for names in (TOKENS, TARGETS)]
+        self._known = frozenset((*main_names, *POSITIONS, "inputs_embeds")) | (
             _TRANSFORMERS if is_hugging_face else frozenset()
         )
         self._values: dict[str, set[Any]] = {}
@@ -49,9 +49,9 @@ class ComparedArguments:
 
     def check(self, kwargs: Mapping[str, Any], micro_batch: MicroBatch, inputs: Mapping[str, Any]) -> None:
         """Raise ``InputError`` if a loop's call has an argument beside ``inputs`` of the micro-batch."""
-        given = micro_batch.given
+        handed = micro_batch.given
         for name, value in kwargs.items():
-            is_made = value is inputs.get(name) and not (name in given.values and given.is_changed(name))
+            is_made = value is inputs.get(name) and not (name in handed.values and handed.is_changed(name))
             if name in POSITIONS and not is_made:
                 self._check_positions(name, value, micro_batch)
             if name in self._known or (name == "attention_mask" and isinstance(value, Tensor)):
@@ -88,12 +88,12 @@ class ComparedArguments:
 
         Where ranks share a pack, or it goes in slices, they are the micro-batch's own with the same number added.
         """
-        own = micro_batch.positions
-        if not isinstance(positions, Tensor) or positions.shape[-1:] != own.shape:
+        expected = micro_batch.positions
+        if not isinstance(positions, Tensor) or positions.shape[-1:] != expected.shape:
             return
         is_real, shard = micro_batch.shard.sequences >= 0, micro_batch.shard
-        places = own[is_real]
-        for row in positions.to(own.device).reshape(-1, len(own))[:, is_real]:
+        places = expected[is_real]
+        for row in positions.to(expected.device).reshape(-1, len(expected))[:, is_real]:
             first = row.new_zeros(int(places.max()) + 1 if len(places) else 0).scatter(0, places, row)
             is_same = bool((first[places] == row).all())
             if is_same and len(row) and (shard.group.size > 1 or shard.part is not None):
