@@ -300,3 +300,22 @@ def test_a_term_across_sequences_that_a_loop_switches_on_is_warned_of(caplog):
     run.compare()
     run.close()
     assert sum(NOTED in record.getMessage() for record in caplog.records) == 1
+
+
+class RowSums(models.GPT):
+    """Its loss is the mean over rows of their sums, and knows no label that is left out."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        picked = logits.log_softmax(-1).gather(-1, targets[..., None])
+        return logits, -picked.sum((1, 2)).mean()
+
+
+@pytest.mark.parametrize(("kind", "said"), [(RowMeans, NOTED), (RowSums, "could not be seen"), (models.GPT, "")])
+def test_tags_of_all_tokens_do_not_hide_that_rows_weigh_alike(kind, said, caplog):
+    torch.manual_seed(0)
+    items = [{"input_ids": row, "labels": row % 5} for row in map(np.asarray, rows(lowest=1))]
+    settings = OPTIONS | {"sequences_per_step": len(items), "steps": 1, "objective": "every-token"}
+    lw.prepare(kind().double(), items, **settings).close()
+    assert said in caplog.text and (said == NOTED) == (NOTED in caplog.text)
+    assert kind is not RowSums or "sequence by sequence: exact" not in caplog.text

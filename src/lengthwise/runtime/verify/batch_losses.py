@@ -39,7 +39,7 @@ from lengthwise.runtime.verify.stock_call import (
     stock_output,
     taken_gradients,
 )
-from lengthwise.runtime.verify.summed_losses import is_close, takes_ignored
+from lengthwise.runtime.verify.summed_losses import is_close, is_mean_over_kept, takes_ignored
 from lengthwise.runtime.verify.worst_difference import worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -66,18 +66,30 @@ def check_loss_of_sequences(run: PreparedModel, fill: Fill) -> None:
     for dtype, filled in dict.fromkeys([(dtypes_of(run)[0], fill), (None, Fill.NOTHING)]):
         shown_as = synthetic_of_all_kinds if has_kinds_of_ids(run.collator) else varied
         with noise_free(run, dtype, filled), shown_as(run, lengths), torch.enable_grad():
-            shown = run.collator
-            labels_of = partial(_labels, shown.labels or shown.source.tokens, shown.ignore_index)
-            leaves_out = takes_ignored(run) and not run.wrapped_model.labels_sequences
-            run.collator = replace(shown, labels=labels_of) if leaves_out else shown
-            try:
-                run.wrapped_model.is_mean = _is_mean(run, lengths, dtype)
-            finally:
-                run.collator = shown
+            run.wrapped_model.is_mean = _is_mean_of_rows(run, lengths, dtype)
         if run.wrapped_model.is_mean is not None:
             break
     if run.wrapped_model.is_mean and _weighs_by_slots(run):
         run.wrapped_model.is_mean = None
+
+
+def _is_mean_of_rows(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.dtype | None) -> bool | None:
+    """Whether the loss of rows is the mean of theirs by their targets, of which they have different numbers.
+
+    Labels of which the corpus leaves out none are tried with some left out, as rows with equally many weigh alike.
+    """
+    shown, leaves_out = run.collator, takes_ignored(run)
+    if run.wrapped_model.labels_sequences or not (leaves_out or shown.labels is not None):
+        return _is_mean(run, lengths, dtype)
+    labels_of = partial(_labels, shown.labels or shown.source.tokens, shown.ignore_index)
+    run.collator = replace(shown, labels=labels_of)
+    try:
+        is_mean = _is_mean(run, lengths, dtype)
+    finally:
+        run.collator = shown
+    if leaves_out or is_mean or (is_mean is False and is_mean_over_kept(run)):
+        return is_mean
+    return None if _is_mean(run, lengths, dtype) is not False else False
 
 
 def _weighs_by_slots(run: PreparedModel) -> bool:

@@ -71,6 +71,17 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
     check_no_sum(run, loss, first, second, none if isfinite(none) else 0.0)
 
 
+def is_mean_over_kept(run: PreparedModel) -> bool:
+    """Whether the loss of a sequence is the mean over the labels that are not ignored; every rank calls this."""
+    lengths = traced_lengths(run.collator)[:1]
+    with synthetic(run, lengths), torch.no_grad():
+        loss, count = _loss_of_labels(run, lengths, lambda places: places >= 0)
+        first, num_first = _loss_of_labels(run, lengths, _is_early)
+        second, num_second = _loss_of_labels(run, lengths, lambda places: ~_is_early(places))
+    has_both = min(num_first, num_second) > 0 and all(map(isfinite, (loss, first, second)))
+    return has_both and is_close(loss * count, first * num_first + second * num_second, run.state.compute_dtype)
+
+
 def _loss_of_labels(
     run: PreparedModel, lengths: tuple[int, ...], keeps: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, int]:
