@@ -89,7 +89,7 @@ def _is_mean_of_rows(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.
         run.collator = shown
     if leaves_out or is_mean or (is_mean is False and is_mean_over_kept(run)):
         return is_mean
-    return None if _is_mean(run, lengths, dtype) is not False else False
+    return False if _is_mean(run, lengths, dtype) is False else None
 
 
 def _weighs_by_slots(run: PreparedModel) -> bool:

@@ -60,9 +60,7 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
         return
     lengths, dtype = traced_lengths(run.collator)[:1], run.state.compute_dtype
     with noise_free(run), synthetic(run, lengths), torch.no_grad():
-        loss, count = _loss_of_labels(run, lengths, lambda places: places >= 0)
-        first, num_first = _loss_of_labels(run, lengths, _is_early)
-        second, num_second = _loss_of_labels(run, lengths, lambda places: ~_is_early(places))
+        (loss, count), (first, num_first), (second, num_second) = _losses_of_halves(run, lengths)
         if min(num_first, num_second) == 0 or not all(map(isfinite, (loss, first, second))):
             return
         if is_close(loss * count, first * num_first + second * num_second, dtype):
@@ -75,11 +73,17 @@ def is_mean_over_kept(run: PreparedModel) -> bool:
     """Whether the loss of a sequence is the mean over the labels that are not ignored; every rank calls this."""
     lengths = traced_lengths(run.collator)[:1]
     with synthetic(run, lengths), torch.no_grad():
-        loss, count = _loss_of_labels(run, lengths, lambda places: places >= 0)
-        first, num_first = _loss_of_labels(run, lengths, _is_early)
-        second, num_second = _loss_of_labels(run, lengths, lambda places: ~_is_early(places))
+        (loss, count), (first, num_first), (second, num_second) = _losses_of_halves(run, lengths)
     has_both = min(num_first, num_second) > 0 and all(map(isfinite, (loss, first, second)))
     return has_both and is_close(loss * count, first * num_first + second * num_second, run.state.compute_dtype)
+
+
+def _losses_of_halves(run: PreparedModel, lengths: tuple[int, ...]) -> list[tuple[float, int]]:
+    """The loss of a sequence and the number of its targets: with all of its labels, and with either half of them."""
+    halves: list[Callable[[np.ndarray], np.ndarray]] = [
+        lambda places: places >= 0, _is_early, lambda places: ~_is_early(places)
+    ]  # fmt: skip
+    return [_loss_of_labels(run, lengths, keeps) for keeps in halves]
 
 
 def _loss_of_labels(

@@ -28,10 +28,7 @@ class TrainedOutside:
         """Tensors that losses have read, and that may have been made in their forwards."""
 
     def check_new(self, loss: Tensor, side: Tensor | None) -> None:
-        """Check those that were made by other operations than losses before, for walking a graph takes time.
-
-        ``side``: a term beside a loss of one forward; None: there is none.
-        """
+        """Check those that were made by other operations than losses before, for walking a graph takes time."""
         new = []
         for term in (loss, side):
             if isinstance(term, MissingTensor) or term is None:
