@@ -1,12 +1,13 @@
 """Models of users whose layers take and return other things than one tensor."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.session.models import Block
+from tests.session.models import Attention, Block
 from tests.session.structures import MOST, WIDTH, Plain
 
 
@@ -179,6 +180,124 @@ class InGroups(Plain):
             for block in group:
                 x = block(x)
         return x
+
+
+class Attending(nn.Module):
+    """Norm and attention, whose residual its user adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(WIDTH, 2, causal=True)
+
+    def forward(self, x):
+        return self.attention(self.norm(x))
+
+
+def feed_forward():
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
+class TwoLists(Plain):
+    """Attention in one list, feed-forward in another, beside a third of norms."""
+
+    def layers(self):
+        self.attending = nn.ModuleList(Attending() for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        return nn.ModuleList(feed_forward() for _ in range(2))
+
+    def run(self, x, idx):
+        for attending, norm, feed in zip(self.attending, self.norms, self.blocks):
+            x = norm(x + attending(x))
+            x = x + feed(x)
+        return x
+
+
+class ByTurns(Plain):
+    """Attention and feed-forward by turns in one list."""
+
+    def layers(self):
+        return nn.ModuleList(make() for _ in range(2) for make in (Attending, feed_forward))
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class SomeWithoutAttention(Plain):
+    """One of its layers has no attention."""
+
+    def layers(self):
+        blocks = nn.ModuleList(self.layer() for _ in range(3))
+        blocks[1].attention = None
+        for block in blocks:
+            block.forward = partial(self.of_block, block)
+        return blocks
+
+    @staticmethod
+    def of_block(block, x):
+        x = x if block.attention is None else x + block.attention(block.norm1(x))
+        return x + block.mlp(block.norm2(x))
+
+
+class SomeConvolve(ByTurns):
+    """Tokens meet in its feed-forward modules."""
+
+    def layers(self):
+        blocks = super().layers()
+        blocks[1] = OverSlots()
+        return blocks
+
+
+class OverSlots(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3)
+
+    def forward(self, x):
+        return self.convolution(nn.functional.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+class TakenApart(Plain):
+    """Its layers have no forward: the model calls their parts, in another order than that in which they have them."""
+
+    def layers(self):
+        return nn.ModuleList(nn.ModuleDict({"feed": feed_forward(), "attention": Attending()}) for _ in range(2))
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            x = x + block["attention"](x)
+            x = x + block["feed"](x)
+        return x
+
+
+class Weights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+
+class ByWeights(Plain):
+    """Its layers are weights alone, and the model computes with them."""
+
+    def layer(self):
+        return Weights()
+
+    def run(self, x, idx):
+        for block in self.blocks:
+            y = (x @ block.w)[:, None]
+            x = x + nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)[:, 0]
+        return x
+
+
+class OnlyLayer(Plain):
+    """One layer, which is an attribute."""
+
+    def layers(self):
+        return self.layer()
+
+    def run(self, x, idx):
+        return self.blocks(x)
 
 
 class ByMethods(Plain):

@@ -177,6 +177,11 @@ def many_outcomes(cases):
     return [outcomes(name, weights=weights, kinds=kinds, check=False, keeps_averages=True) for name, weights in cases]
 
 
+def compared_outcomes(cases):
+    """:func:`outcomes` of (name, weights)."""
+    return [outcomes(name, weights=weights, kinds=("alone", "ulysses", "stages")) for name, weights in cases]
+
+
 def profile_of(name):
     """The profile of a model, measured as shortly as can be."""
     run = lw.prepare(build(name), rows(), steps=1, check=False, **OPTIONS)

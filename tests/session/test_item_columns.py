@@ -357,7 +357,7 @@ class TakingAny(models.GPT):
 def test_a_column_of_integers_by_token_that_nothing_uses_is_warned_of(kind, caplog):
     segments = [np.arange(len(row)) // 2 for row in ROWS]
     zeros = [np.zeros_like(row) for row in ROWS]
-    given = items(segments=segments, token_type_ids=zeros, word_ids=segments)
+    given = items(segments=segments, token_type_ids=zeros, word_ids=segments, segment_ids=[zero + 1 for zero in zeros])
     given = [item | {"attention_mask": [1] * len(item["input_ids"]), "counts": [1, 2, 3]} for item in given]
     learned(kind().double(), given)
     (warning,) = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]

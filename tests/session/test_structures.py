@@ -11,7 +11,16 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.structure import find_structure
 from tests.runtime.harness import with_check
 from tests.session import layer_forms, odd_models, odd_parameters, structures
-from tests.session.structure_runs import OPTIONS, build, many_outcomes, outcomes, plan_of, profile_of, rows
+from tests.session.structure_runs import (
+    OPTIONS,
+    build,
+    compared_outcomes,
+    many_outcomes,
+    outcomes,
+    plan_of,
+    profile_of,
+    rows,
+)
 
 EXACT = 1e-10
 """float64: sums in another order, and steps at weights that differ by rounding."""
@@ -61,10 +70,62 @@ def test_layers_held_called_and_shared_in_odd_ways_are_exact_under_every_kind_of
 
 
 def test_a_layer_that_is_not_called_and_a_list_none_of_whose_layers_are_is_named(ranks):
-    cases = [("structures.EarlyExit", "by-layer"), ("layer_forms.InPairs", "whole")]
+    cases = [("structures.EarlyExit", "by-layer"), ("layer_forms.ByWeights", "whole")]
     exits, pairs = ranks(3).run(many_outcomes, cases)[0]
     assert re.fullmatch(r"InputError: the weights of EarlyExit .*: layer 2 is not called; use weights=.*", exits)
-    assert re.fullmatch(r"InputError: the forward of InPairs calls none of its layers \(ModuleList\) .*", pairs)
+    assert re.fullmatch(
+        r"LayersNotCalledError: the forward of ByWeights calls none of its layers \(Weights\) .*", pairs
+    )
+
+
+IN_PACKS = {
+    ("layer_forms.InPairs", "whole"): r"learns something else in stages",
+    ("layer_forms.TwoLists", "by-layer"): r"the loss reads what layer 0 returned",
+    ("layer_forms.SomeWithoutAttention", "by-layer"): "",
+    ("layer_forms.TakenApart", "whole"): r"layer \d is not called once, after the layer before it",
+    ("layer_forms.ByMethods", "whole"): r"layer \d+ is not called once, after the layer before it",
+    ("layer_forms.OnlyLayer", "by-layer"): r"1 layers cannot form 2 stages",
+    ("odd_models.Attributes", "by-layer"): "",
+    ("odd_models.ByName", "whole"): "",
+}
+"""Models whose layers are in no list of one class that all attend, and what a plan in stages is refused with."""
+
+
+PARTS_OF_PACKS = [list(IN_PACKS)[:4], pytest.param(list(IN_PACKS)[4:], marks=pytest.mark.deep)]
+
+
+@pytest.mark.parametrize("cases", PARTS_OF_PACKS, ids=["some", "others"])
+def test_layers_in_lists_of_lists_beside_one_another_or_in_no_list_are_shared_by_ranks(ranks, cases):
+    for rank in ranks(2).run(with_check, compared_outcomes, cases):
+        for case, found in zip(cases, rank, strict=True):
+            assert isinstance(found, dict), (case, found)
+            stages = found.pop("stages")
+            assert set(found) == {"alone", "ulysses"}
+            assert all(difference < EXACT for difference in found.values()), (case, found)
+            assert re.search(IN_PACKS[case], stages) if IN_PACKS[case] else stages < EXACT, (case, stages)
+
+
+def test_tokens_that_meet_in_a_layer_without_attention_are_noticed(ranks):
+    (found,) = ranks(1).run(with_check, compared_outcomes, [("layer_forms.SomeConvolve", "whole")])[0]
+    assert set(found) == {"alone"} and found["alone"] < EXACT
+    assert many_outcomes([("layer_forms.SomeConvolve", "whole")])[0].keys() == {"alone"}, "unless they are compared"
+
+
+def test_layers_are_named_by_the_path_of_a_list_of_several_lists_or_of_their_parts():
+    model = structures.Plain()
+    model.after = model.layers()
+
+    def paths(name):
+        return [path for path, _ in find_structure(model, layers=name).layers_by_path]
+
+    assert paths("blocks.1") == ["blocks.1"]
+    assert paths("blocks,after") == [f"{name}.{number}" for name in ("blocks", "after") for number in range(3)]
+    assert paths("after.*")[:5] == [
+        *(f"after.0.{part}" for part in ("norm1", "norm2", "attention", "mlp")),
+        "after.1.norm1",
+    ]
+    with pytest.raises(InputError, match=r"Plain has no layers in 'elsewhere'; it has: blocks, .*after"):
+        paths("elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ class PrepareOptions(
     """The label of a token that has no loss."""
 
     layers: str | None = None
-    """The name of the model's list of layers; None: the longest list is found."""
+    """The path of the model's list of layers, or of its only layer; several, with commas between, are gone through by
+    turns, and ``.*`` at the end stands for the modules of each layer. None: the longest list is found."""
     inputs: Callable[..., dict[str, Any]] | None = None
     """A function from a micro-batch to the forward's arguments; None: they are found by the names of its parameters."""
     loss: Callable[..., Any] | None = None

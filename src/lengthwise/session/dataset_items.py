@@ -335,8 +335,12 @@ def _report(
 
 
 def warn_of_columns(columns: ItemColumns) -> None:
-    """Warn of columns of integers by token that nothing uses, which a forward may have been meant to get."""
-    if names := [name for name, is_by_token in columns.maybe_meant.items() if is_by_token]:
+    """Warn of columns of integers by token that nothing uses, which a forward may have been meant to get.
+
+    Those that are one number everywhere, such as ids of segments where each item is one, say nothing.
+    """
+    meant = [name for name, is_by_token in columns.maybe_meant.items() if is_by_token]
+    if names := [name for name in meant if columns.only_values[name] is None]:
         _log.warning(
             "columns of items that hold an integer for each token are not used, as the model's forward names no such "
             "argument: %s. To give it one, name it there (def forward(self, ..., %s=None)), or keep it by "

@@ -11,6 +11,8 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.wrap.layer_hooks import LayersNotCalledError
+from lengthwise.runtime.wrap.layer_lists import find_layers, parts_of_layers
 from lengthwise.session.objectives import labels_sequences
 
 _log = logging.getLogger("lengthwise")
@@ -41,7 +43,7 @@ OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
 
 def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
     """The model, traced and compared with itself: in packs where that is exact, shared by ranks or not, else sequence
-    by sequence.
+    by sequence. Where its forward calls parts of its layers alone, these are its layers.
 
     Also returns the options that are left it.
 
@@ -49,6 +51,22 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
         InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
         CheckError: the same, where it was found by comparing.
     """
+    try:
+        return _learned_at_all(model, chosen, learn)
+    except LayersNotCalledError as error:
+        name, _ = find_layers(model, name=chosen.layers, of_any_class=True)
+        parts = parts_of_layers(model, name)
+        if parts is None:
+            raise
+        first = error.with_traceback(None)
+    try:
+        return _learned_at_all(model, chosen.model_copy(update={"layers": parts}), learn)
+    except LayersNotCalledError:
+        raise first from None
+
+
+def _learned_at_all(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
+    """The model in packs, or else sequence by sequence."""
     of_sequences = labels_sequences(model, chosen)
     if of_sequences and chosen.packing == "always":
         raise InputError(

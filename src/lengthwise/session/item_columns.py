@@ -41,11 +41,13 @@ class ItemColumns:
     """Reads items; ``unused`` gathers the names of columns that were left out."""
 
     def __init__(self, expected: ExpectedColumns) -> None:
-        self.expected = expected
+        self.expected, self._hides = expected, expected.objective == MASKED
         self.unused: dict[str, str] = {}
         """Names of columns that are not used, with the reason."""
         self.maybe_meant: dict[str, bool] = {}
         """Names of those that the forward may be meant to get; whether each item has one integer per token in it."""
+        self.only_values: dict[str, np.ndarray | None] = {}
+        """By name, the one value that such a column has everywhere, [1]; None: there are several."""
 
     def read(self, number: int, item: Any) -> ItemRow:
         """What the item with this number holds; of a unit, all of its members end to end.
@@ -118,10 +120,6 @@ class ItemColumns:
             InputError: a column is missing, or its values are no finite numbers, one per token or one for all.
         """
         return {name: _loss_column(where, name, values.get(name), len(tokens)) for name in self.expected.loss_columns}
-
-    @property
-    def _hides(self) -> bool:
-        return self.expected.objective == MASKED
 
     def _leave_out(self, name: str, reason: str = "") -> None:
         self.unused.setdefault(name, reason)
@@ -286,8 +284,7 @@ class ItemColumns:
     def _per_token(self, where: str, name: str, labels: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         expected = self.expected
         if labels.shape != tokens.shape:
-            count = labels.size if labels.ndim == 1 else f"labels of shape {labels.shape}"
-            count = f"{count} labels" if labels.ndim == 1 else count
+            count = f"{labels.size} labels" if labels.ndim == 1 else f"labels of shape {labels.shape}"
             raise InputError(
                 f"{where} has {len(tokens)} tokens and {count}; give each token its own, {expected.ignore_index} where "
                 "it is not to be predicted"
@@ -333,6 +330,8 @@ class ItemColumns:
             raise cannot_be_used(where, name, reason)
         is_meant = is_per_token and array.ndim == 1 and array.dtype.kind in "biu" and name != "token_type_ids"
         self.maybe_meant[name] = is_meant and self.maybe_meant.get(name, True)
+        only = self.only_values.get(name, array[:1]) if is_meant else None
+        self.only_values[name] = only if only is not None and bool((array == only).all()) else None
         self._leave_out(name, "all are 0" if name == "token_type_ids" else "")
         return None
 

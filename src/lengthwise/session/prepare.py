@@ -291,7 +291,7 @@ def _learn_named(prepared: PreparedModel, chosen: PrepareOptions) -> None:
     slots = f"{first}" if first == second else f"{first} or {second}"
     call = f"{pack}, of {slots} slots, in {dtype} on {prepared.world.device.type}"
     with forward_errors_named(prepared.model, chosen, call=call):
-        trace_model(prepared)
+        trace_model(prepared, is_compared=chosen.check)
 
 
 def _read(

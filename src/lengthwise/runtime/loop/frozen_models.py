@@ -49,7 +49,7 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
             outputs: list[Callable[[], Any]] = [
                 partial(_output, run, wrapped_model, _pack(run, number)) for number in (0, 1)
             ]
-            wrapped_model.learn(outputs, lengths)
+            wrapped_model.learn(outputs, lengths, is_compared=check and run.world.size == 1)
             wrapped_model.script = _script(run, wrapped_model)
         if check:
             with varied(run, lengths):

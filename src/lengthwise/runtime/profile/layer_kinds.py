@@ -15,7 +15,7 @@ from torch import nn
 
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.state.layer_gather import LayerGather
-from lengthwise.runtime.wrap.structure import Layers
+from lengthwise.runtime.wrap.layer_lists import Layers
 
 MOST_KINDS = 4
 """Kinds that are measured; layers of rarer ones count as those with the closest number of parameters."""

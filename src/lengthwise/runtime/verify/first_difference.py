@@ -206,13 +206,13 @@ def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> 
 def _described(run: PreparedModel, name: str, calls: list[str]) -> str:
     """Describe a module by its layer, its name and the functions in which its slots may mix."""
     structure, module = run.wrapped_model.structure, run.model.get_submodule(name)
-    prefix, kind = f"{structure.layers_name}.", type(module).__name__
+    kind, number = type(module).__name__, structure.layer_of(name)
     made = [call for call in _MIXING if call in calls]
     what = f", which calls {', '.join(made[:2])}" if made else ""
     if not name:
         return f"the forward of {kind} itself{what}"
-    if not name.startswith(prefix):
+    if number is None:
         return f"{name} ({kind}{what})"
-    number, _, rest = name.removeprefix(prefix).partition(".")
-    layer = f"layer {number} ({type(structure.layers[int(number)]).__name__})"
+    path, module_of_layer = structure.layers_by_path[number]
+    layer, rest = f"layer {number} ({type(module_of_layer).__name__})", name.removeprefix(path).lstrip(".")
     return f"{layer}, in {rest} ({kind}{what})" if rest else f"{layer} itself{what}"

@@ -28,10 +28,11 @@ from lengthwise.runtime.wrap.trained_outside import TrainedOutside
 from lengthwise.runtime.wrap.user_functions import is_of_embedding, raised_by
 
 
-def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
+def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None, is_compared: bool = False) -> None:
     """Trace the model on two sequences, each on this rank alone, and derive the rules for its calls.
 
-    ``labels``: how its loss uses labels; None: found out by the values of losses.
+    ``labels``: how its loss uses labels; None: found out by the values of losses. ``is_compared``: packs of it are
+    compared with single sequences next.
 
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
@@ -55,7 +56,7 @@ def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) ->
         )
     with synthetic(run, lengths), noise_free(run), _rows_named(run):
         forward = partial(_forward, run, TrainedOutside(run.model))
-        run.wrapped_model.learn([partial(forward, 0), partial(forward, 1)], lengths)
+        run.wrapped_model.learn([partial(forward, 0), partial(forward, 1)], lengths, is_compared=is_compared)
         if run.gather is not None:
             run.check_gathers()
         if run.wrapped_model.by_sequence is None:

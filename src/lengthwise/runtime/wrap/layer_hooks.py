@@ -16,6 +16,7 @@ from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.late_hooks import LateHooks
+from lengthwise.runtime.wrap.layer_lists import Layers
 from lengthwise.runtime.wrap.offload_layers import (
     by_position,
     hidden_states_key,
@@ -24,11 +25,14 @@ from lengthwise.runtime.wrap.offload_layers import (
 )
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer, selective_contexts
 from lengthwise.runtime.wrap.stage_pass import StagedForward, hidden_states_in
-from lengthwise.runtime.wrap.structure import Layers
 from lengthwise.runtime.wrap.tensors_in import tensors_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
+
+
+class LayersNotCalledError(InputError):
+    """The forward calls none of a model's layers, but maybe their parts."""
 
 
 class LayerReachedError(Exception):
@@ -251,18 +255,18 @@ class HookedLayers:
         return self._last
 
     def check_called(self, model: str) -> None:
-        """Raise ``InputError`` if no layer was called, but maybe its parts."""
+        """Raise ``LayersNotCalledError`` if no layer was called, but maybe its parts."""
         if not self._attends:
-            raise InputError(
+            raise LayersNotCalledError(
                 f"the forward of {model} calls none of its layers ({type(self._modules[0]).__name__}) themselves, so "
                 "they cannot be computed again, cut into stages or gathered; give each a forward that computes it, or "
-                "name another list: prepare(..., layers='transformer.blocks')"
+                "name another list, or the parts of its modules: prepare(..., layers='transformer.blocks.*')"
             )
 
-    def check_attends(self, model: str) -> None:
-        """Raise ``InputError`` if a layer was computed without a call of attention that is known."""
+    def check_attends(self, model: str, *, each: bool) -> None:
+        """Raise ``InputError`` if no layer, or ``each`` not, was computed with a call of attention that is known."""
         silent = [number for number, attends in self._attends.items() if not attends]
-        if silent:
+        if len(silent) == len(self._attends) or (each and silent):
             numbers = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
             raise InputError(
                 f"layers {numbers} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention "

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.absent_parameter import AbsentParameter
 from lengthwise.runtime.state.table import ParameterTable
-from lengthwise.runtime.wrap.model_accessors import input_embeddings
-
-Layers = nn.ModuleList | nn.Sequential
-"""What holds the layers of a model."""
+from lengthwise.runtime.wrap.layer_lists import Layers, find_layers
 
 _SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of frozen parameters that can be gathered by layer."""
@@ -22,17 +19,33 @@ _SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelStructure:
-    """A model with its list of layers."""
+    """A model with its layers."""
 
     model: nn.Module
     layers_name: str
-    """The path of the list of layers in the model."""
-    layers: Layers
+    """The path of the list of layers in the model; of several lists, their paths."""
+    layers_by_path: tuple[tuple[str, nn.Module], ...]
+    """The layers and their paths in the model, in order; a module that is called several times as often."""
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layers, in order."""
+        return tuple(layer for _, layer in self.layers_by_path)
 
     @property
     def num_layers(self) -> int:
         """The number of layers."""
-        return len(self.layers)
+        return len(self.layers_by_path)
+
+    def layer_of(self, name: str) -> int | None:
+        """The number of the layer that a module or parameter is in, by its path; None: it is in none."""
+        while name not in self._numbers and name:
+            name = name.rpartition(".")[0]
+        return self._numbers.get(name)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {path: number for number, (path, _) in enumerate(self.layers_by_path)}
 
     @cached_property
     def is_hugging_face(self) -> bool:
@@ -113,13 +126,11 @@ class ModelStructure:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def _table_of(self, names: Iterable[str]) -> ParameterTable:
-        prefix = f"{self.layers_name}."
         units, seen = {}, False
         for name, _ in self.model.named_parameters():
-            if name.startswith(prefix):
-                units[name], seen = int(name.removeprefix(prefix).split(".")[0]) + 1, True
-            else:
-                units[name] = self.num_layers + 1 if seen else 0
+            number = self.layer_of(name)
+            seen = seen or number is not None
+            units[name] = number + 1 if number is not None else self.num_layers + 1 if seen else 0
         return ParameterTable.of_units(self.model, {name: units[name] for name in names}, self.num_layers + 2)
 
     def constants(self) -> Iterator[Tensor]:
@@ -131,37 +142,16 @@ class ModelStructure:
 
 
 def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
-    """Find a model's layers: the longest ``ModuleList`` of modules of one class, or the one named ``layers``.
-
-    Where no ``ModuleList`` can be meant, the longest ``Sequential`` of modules of one class that have modules of their
-    own. ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
+    """Find a model's layers, as :func:`find_layers` does.
 
     Raises:
-        InputError: there is none, or several are as long; or first of all, the model is an encoder with a decoder.
+        InputError: there are none, or several lists may be meant; or first of all, the model is an encoder with a
+            decoder.
     """
     if not of_any_class:
         _check_no_decoder(*hugging_face_models(model))
-    if layers is not None:
-        named = {**_containers(model, nn.ModuleList), **_containers(model, nn.Sequential)}
-        if layers not in named:
-            listed = ", ".join(named) or "none"
-            raise InputError(f"{type(model).__name__} has no ModuleList or Sequential {layers!r}; it has: {listed}")
-        return ModelStructure(model=model, layers_name=layers, layers=named[layers])
-    outer = _without_towers(model, _candidates(model, of_any_class=of_any_class))
-    if not outer:
-        raise InputError(
-            f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of modules of one class, so its layers are "
-            "not known; put them into one, or name one with modules of several classes: "
-            "prepare(..., layers='transformer.blocks')"
-        )
-    longest = max(len(modules) for modules in outer.values())
-    longest_names = _nearest_to_tokens(model, [name for name, modules in outer.items() if len(modules) == longest])
-    if len(longest_names) > 1 and not of_any_class and (around := _list_around(model, longest_names)):
-        return ModelStructure(model=model, layers_name=around, layers=_containers(model, nn.ModuleList)[around])
-    if len(longest_names) > 1 and not of_any_class:
-        listed = " and ".join(longest_names)
-        raise InputError(f"{listed} have {longest} layers each; say which: prepare(..., layers={longest_names[0]!r})")
-    return ModelStructure(model=model, layers_name=longest_names[-1], layers=outer[longest_names[-1]])
+    name, found = find_layers(model, name=layers, of_any_class=of_any_class)
+    return ModelStructure(model=model, layers_name=name, layers_by_path=tuple(found))
 
 
 def _check_no_decoder(*parts: nn.Module) -> None:
@@ -182,68 +172,3 @@ def hugging_face_models(model: nn.Module) -> list[nn.Module]:
         if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
             models[name] = module
     return list(models.values())
-
-
-def _list_around(model: nn.Module, names: list[str]) -> str | None:
-    """The outermost list that several lists are all parts of, such as adapters of layers of several classes."""
-    lists = _containers(model, nn.ModuleList)
-    return next((outer for outer in lists if all(name.startswith(f"{outer}.") for name in names)), None)
-
-
-def _candidates(model: nn.Module, *, of_any_class: bool) -> dict[str, Layers]:
-    """The outermost lists that may be the layers, by name: of those that are likeliest."""
-    lists, sequentials = _containers(model, nn.ModuleList), _containers(model, nn.Sequential)
-    equal = {name: modules for name, modules in lists.items() if len({type(module) for module in modules}) == 1}
-    equal_sequentials = {
-        name: modules for name, modules in sequentials.items() if len({type(module) for module in modules}) == 1
-    }
-    if of_any_class:
-        return _outermost(lists, are_nested=True) or _outermost(lists) or _outermost(equal_sequentials, are_nested=True)
-    return (
-        _outermost(equal, are_nested=True)
-        or _outermost(lists, are_nested=True)
-        or _outermost(equal_sequentials, are_nested=True)
-        or _outermost(equal)
-    )
-
-
-def _outermost(lists: dict[str, Layers], *, are_nested: bool = False) -> dict[str, Layers]:
-    """Keep lists that are in no other; with ``are_nested``, of those whose first module has modules of its own."""
-    return {
-        name: modules
-        for name, modules in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists if other != name)
-        and (not are_nested or next(modules[0].children(), None) is not None)
-    }
-
-
-def _containers(model: nn.Module, kind: type[Layers]) -> dict[str, Layers]:
-    return {name: modules for name, modules in model.named_modules() if isinstance(modules, kind) and len(modules)}
-
-
-def _without_towers(model: nn.Module, outer: dict[str, Layers]) -> dict[str, Layers]:
-    """Leave out lists in other models of transformers than the one that embeds tokens, such as towers for images."""
-    embedding = input_embeddings(model)
-    parts = {name: part for name, part in model.named_modules() if name and hasattr(part, "set_attn_implementation")}
-    towers = [name for name, part in parts.items() if all(module is not embedding for module in part.modules())]
-    rest = {
-        name: modules for name, modules in outer.items() if not any(name.startswith(f"{tower}.") for tower in towers)
-    }
-    return rest if embedding is not None and rest else outer
-
-
-def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
-    """Keep the layer lists that are nearest to the token embedding; others belong to image towers, say."""
-    embedding = input_embeddings(model)
-    home = next((name for name, module in model.named_modules() if module is embedding), None)
-    if home is None or len(names) < 2:
-        return names
-    shared = {name: _num_shared(name.split("."), home.split(".")) for name in names}
-    names = [name for name in names if shared[name] == max(shared.values())]
-    depths = {name: name.count(".") for name in names}
-    return [name for name in names if depths[name] == min(depths.values())]
-
-
-def _num_shared(first: list[str], second: list[str]) -> int:
-    """The number of leading parts that two paths share."""
-    return next((depth for depth, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import Forward, PreparedForward
-from lengthwise.runtime.wrap.structure import Layers
+from lengthwise.runtime.wrap.layer_lists import Layers
 
 
 @dataclass(eq=False)

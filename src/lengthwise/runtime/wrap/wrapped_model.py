@@ -212,8 +212,11 @@ class WrappedModel:
             for switch in [] if self._plain else self._switches:
                 switch.on()
 
-    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int]) -> None:
+    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int], *, is_compared: bool) -> None:
         """Learn the rules of the forward's calls from two forwards of one sequence each, of ``lengths`` slots.
+
+        ``is_compared``: packs are compared with single sequences next, at every degree, so some layers may be without
+        attention: tokens that meet in them otherwise are noticed.
 
         Raises:
             InputError: it attends in a way that cannot be sharded.
@@ -235,7 +238,7 @@ class WrappedModel:
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
         self.layers.check_called(type(self.model).__name__)
-        self.layers.check_attends(type(self.model).__name__)
+        self.layers.check_attends(type(self.model).__name__, each=not is_compared)
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
