@@ -212,6 +212,26 @@ class TwoLists(Plain):
         return x
 
 
+class InTuples(Attending):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class OneInTuples(TwoLists):
+    """Attention returns its weights as well, as in transformers, feed-forward one tensor."""
+
+    def layers(self):
+        blocks = super().layers()
+        self.attending = nn.ModuleList(InTuples() for _ in range(2))
+        return blocks
+
+    def run(self, x, idx):
+        for attending, norm, feed in zip(self.attending, self.norms, self.blocks):
+            x = norm(x + attending(x)[0])
+            x = x + feed(x)
+        return x
+
+
 class ByTurns(Plain):
     """Attention and feed-forward by turns in one list."""
 

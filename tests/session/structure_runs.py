@@ -182,9 +182,9 @@ def compared_outcomes(cases):
     return [outcomes(name, weights=weights, kinds=("alone", "ulysses", "stages")) for name, weights in cases]
 
 
-def profile_of(name):
+def profile_of(name, **options):
     """The profile of a model, measured as shortly as can be."""
-    run = lw.prepare(build(name), rows(), steps=1, check=False, **OPTIONS)
+    run = lw.prepare(build(name), rows(), steps=1, check=False, **OPTIONS, **options)
     table = measure(run, longest=16, effort=ProfilingEffort(repeats=1, budget_s=0.0))
     run.close()
     return table

@@ -138,6 +138,11 @@ def test_a_model_that_calls_layers_more_or_less_than_once_is_measured(name, num_
     assert all(row.forward_s > 0 and row.kept_bytes > 0 for row in table.rows)
 
 
+def test_layers_of_which_some_return_tuples_are_measured():
+    table = profile_of("layer_forms.OneInTuples", layers="attending,blocks")
+    assert table.num_layers == 4 and all(row.forward_s > 0 for row in table.rows)
+
+
 def test_a_plan_that_recomputes_what_was_not_compared_so_is_refused():
     """Layers that change what they are given keep it changed, and a second forward would change it again."""
     run = lw.prepare(build("layer_forms.StateChanged"), rows(), steps=1, recompute="none", **OPTIONS)

@@ -98,6 +98,8 @@ class HookedLayers:
         self._last: Any = None
         self._hidden_keys: dict[int, int | str | None] = {}
         """Which argument of each layer the hidden states are."""
+        self._returned: dict[int, int] = {}
+        """How many values the tuple has that each layer returns; 0: it returns something else."""
         self._attends: dict[int, bool] = {}
         self.widths: dict[int, int] = {}
         """Numbers of each slot in the hidden states that a layer returns."""
@@ -128,7 +130,7 @@ class HookedLayers:
         shard = shards.current()
         if self.computed is not None and number not in self.computed:
             self._skip(number)
-            return _passed_on(self._last, self._hidden_states(number, args, kwargs))
+            return _passed_on(self._last, self._hidden_states(number, args, kwargs), self._returned.get(number))
         if self.computed is not None and number == 0:
             args, kwargs = _with_gradient(self._hidden_states(number, args, kwargs), args, kwargs)
         stage = shard.stage_pass
@@ -171,6 +173,7 @@ class HookedLayers:
     def _note_shapes(self, number: int, num_slots: int, before: Any, args: Any, kwargs: Any) -> None:
         """Note the width of a layer's output, and which argument its input is; ``before``: the output before it."""
         output = _first_of(self._last)
+        self._returned[number] = len(self._last) if isinstance(self._last, tuple) else 0
         if isinstance(output, Tensor) and num_slots:
             self.widths[number] = output.numel() // num_slots
         if number not in self._hidden_keys:
@@ -184,7 +187,7 @@ class HookedLayers:
         if hidden_states is not None:
             is_next = number == stage.layers.start - 1
             hidden_states = stage.received(hidden_states) if is_next else stage.skipped(number, hidden_states)
-        return _passed_on(self._last, hidden_states)
+        return _passed_on(self._last, hidden_states, self._returned.get(number))
 
     def _skip(self, number: int) -> None:
         """Go on to the layer after one that is not computed."""
@@ -317,9 +320,14 @@ def _first_of(output: Any) -> Any:
     return output[0] if isinstance(output, tuple) and output else output
 
 
-def _passed_on(last: Any, hidden_states: Tensor | None) -> Any:
-    """The output of a skipped layer: its input, in the form of the output of a layer before it."""
-    if isinstance(last, Tensor):
+def _passed_on(last: Any, hidden_states: Tensor | None, num_values: int | None) -> Any:
+    """The output of a skipped layer: its input, in the form of the output of a layer before it.
+
+    ``num_values``: of the tuple that the layer itself returns, where it is known; 0: it returns something else.
+    """
+    if num_values and (not isinstance(last, tuple) or len(last) != num_values):
+        return (hidden_states, *[None] * (num_values - 1))
+    if isinstance(last, Tensor) or (num_values == 0 and isinstance(last, tuple)):
         return hidden_states
     return (hidden_states, *last[1:]) if isinstance(last, tuple) else last
 

@@ -48,11 +48,11 @@ def find_layers(
         )
     longest = max(len(modules) for modules in outer.values())
     names = _nearest_to_tokens(model, [path for path, modules in outer.items() if len(modules) == longest])
-    if len(names) > 1 and not of_any_class and (around := _list_around(model, names)):
-        return around, _called(_containers(model, nn.ModuleList)[around])
-    if len(names) > 1 and len({path.rpartition(".")[0] for path in names}) == 1:
-        return ",".join(_path_of(path, outer) for path in names), _called_together([outer[path] for path in names])
     if len(names) > 1 and not of_any_class:
+        if around := _list_around(model, names):
+            return around, _called(_containers(model, nn.ModuleList)[around])
+        if len({path.rpartition(".")[0] for path in names}) == 1:
+            return ",".join(_path_of(path, outer) for path in names), _called_together([outer[path] for path in names])
         listed = " and ".join(names)
         raise InputError(f"{listed} have {longest} layers each; say which: prepare(..., layers={names[0]!r})")
     return _path_of(names[-1], outer), _called(outer[names[-1]])
@@ -74,8 +74,8 @@ def parts_of_layers(model: nn.Module, name: str) -> str | None:
 def _named(model: nn.Module, name: str) -> _List:
     """The modules of a container, or the module itself; with ``.*`` at the end of its path, the modules of these."""
     path, modules = name.removesuffix(_PARTS), dict(model.named_modules(remove_duplicate=False))
-    found = modules.get(path) if path else None
-    listed = {} if found is None else _modules_in(path, found) if _is_container(found) else {path: found}
+    named = modules.get(path) if path else None
+    listed = {} if named is None else _modules_in(path, named) if _is_container(named) else {path: named}
     if path != name:
         listed = {inner: part for path, module in listed.items() for inner, part in _modules_in(path, module).items()}
     if not listed:
@@ -150,8 +150,8 @@ def _outermost(lists: dict[str, _List], *, are_nested: bool = False) -> dict[str
 
 
 def _containers(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, _List]:
-    found = {name: _modules_in(name, module) for name, module in model.named_modules() if isinstance(module, kinds)}
-    return {name: modules for name, modules in found.items() if modules}
+    lists = {name: _modules_in(name, module) for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name: modules for name, modules in lists.items() if modules}
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -166,14 +166,14 @@ def _modules_in(name: str, module: nn.Module) -> _List:
 
 def _attributes_of_one_class(model: nn.Module, name: str = "") -> dict[str, _List]:
     """Attributes of a module of one class with modules, two or more, by the path of the first; none inside of them."""
-    found, of_class = dict[str, _List](), dict[type[nn.Module], _List]()
+    lists, of_class = dict[str, _List](), dict[type[nn.Module], _List]()
     for path, part in _modules_in(name, model).items():
         if next(part.children(), None) is not None:
             of_class.setdefault(type(part), {})[path] = part
     for modules in of_class.values():
         path, part = next(iter(modules.items()))
-        found |= {path: modules} if len(modules) > 1 else _attributes_of_one_class(part, path)
-    return found
+        lists |= {path: modules} if len(modules) > 1 else _attributes_of_one_class(part, path)
+    return lists
 
 
 def _attributes(model: nn.Module, name: str = "") -> dict[str, _List]:

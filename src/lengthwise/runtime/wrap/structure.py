@@ -150,8 +150,8 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
     """
     if not of_any_class:
         _check_no_decoder(*hugging_face_models(model))
-    name, found = find_layers(model, name=layers, of_any_class=of_any_class)
-    return ModelStructure(model=model, layers_name=name, layers_by_path=tuple(found))
+    name, layers_by_path = find_layers(model, name=layers, of_any_class=of_any_class)
+    return ModelStructure(model=model, layers_name=name, layers_by_path=tuple(layers_by_path))
 
 
 def _check_no_decoder(*parts: nn.Module) -> None:
