@@ -281,7 +281,7 @@ MODELS = {
     "around one prepared before": (around_a_prepared_one, r"its part inner was prepared before"),
     "for parallel devices": (lambda: nn.DataParallel(models.gpt()), r"DataParallel sums .*: give DataParallel.module"),
     "of pictures": (vit, r"ViTForImageClassification takes pixel_values, and items are rows of token ids"),
-    "without layers": (lambda: nn.Linear(3, 3), r"Linear has no nn.ModuleList, nn.Sequential or nn.ModuleDict of modules"),
+    "without layers": (lambda: nn.Linear(3, 3), r"Linear has no nn.ModuleList, nn.Sequential or nn.ModuleDict"),
     "without a loss": (lambda: gpt2("GPT2Model"), r"GPT2Model returns no loss; say how to make one"),
     "frozen": (lambda: models.gpt().requires_grad_(False), r"GPT trains none of its \d+ parameters.*is_trainable=True"),
     "a prompt that is tuned": (

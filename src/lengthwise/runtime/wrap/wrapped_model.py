@@ -212,7 +212,7 @@ class WrappedModel:
             for switch in [] if self._plain else self._switches:
                 switch.on()
 
-    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int], *, is_compared: bool) -> None:
+    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int], *, is_compared: bool = False) -> None:
         """Learn the rules of the forward's calls from two forwards of one sequence each, of ``lengths`` slots.
 
         ``is_compared``: packs are compared with single sequences next, at every degree, so some layers may be without
