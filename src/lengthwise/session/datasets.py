@@ -281,6 +281,11 @@ def _check_has_items(corpus: Any) -> None:
         raise InputError(f"a corpus has items by number; {name} has columns: give its rows, table.to_pylist()")
     if hasattr(corpus, "__len__") and hasattr(corpus, "__getitem__"):
         return
+    if hasattr(corpus, "dataset") and hasattr(corpus, "batch_size"):
+        raise InputError(
+            f"{name} gives batches, and a corpus has single items, of which steps are planned: give its dataset, "
+            "loader.dataset (what collate_fn adds to an item, the dataset is to add)"
+        )
     stream = " (a stream: give examples of its items, and the stream to run.steps(lengthwise.StreamBatches(...)))"
     is_stream = hasattr(corpus, "__iter__")
     raise InputError(

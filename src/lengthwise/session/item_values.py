@@ -103,6 +103,11 @@ def row_advice(tokens: np.ndarray) -> str:
     """What to do about an item of such values, which are no row of token ids."""
     if tokens.ndim == 2 and len(tokens) == 1 and tokens.dtype.kind in "iu":
         return "it is a batch of one row: give that row, as tokenizer(text)['input_ids'] is without return_tensors"
+    if not tokens.ndim and tokens.dtype.kind in "iu":
+        return (
+            "where the corpus is one long row, cut it into sequences: at the ends of documents, or "
+            "[ids[i : i + 1024] for i in range(0, len(ids), 1024)]"
+        )
     if tokens.ndim == 1 and tokens.dtype.kind == "f" and bool((tokens == np.floor(tokens)).all()):
         return "its ids are floats: give them as integers"
     return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"

@@ -45,9 +45,14 @@ def members_of(where: str, item: Any, *, slot_tokens: int) -> list[Any] | None:
             "in one tuple"
         )
     if slot_tokens == 1 and len(item) > 1 and any(_is_row(member) for member in first):
+        of_two = (
+            " (inputs and targets that follow them: all tokens in one row; tokens and a label of each: {'input_ids': "
+            "[...], 'labels': [...]})"
+        )
         raise InputError(
-            f"{where} is a {kind} of {len(item)} rows; a sequence is one row of token ids, and sequences that share a "
-            "micro-batch are a tuple of dictionaries: ({'input_ids': [...]}, {'input_ids': [...]})"
+            f"{where} is a {kind} of {len(item)} rows; a sequence is one row of token ids"
+            f"{of_two if len(item) == 2 else ''}, and sequences that share a micro-batch are a tuple of dictionaries: "
+            "({'input_ids': [...]}, {'input_ids': [...]})"
         )
     return None
 
