@@ -103,6 +103,8 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         shared |= {"num_kept": request["num_kept"], "state_on_host": request["state_on_host"]}
         return partial(prepared_step.dry_prepared_step, plan, settings, **shared)
     assert plan is not None, "a step has a plan"
+    import torch._dynamo  # fake tensors do, which takes as long as a step: once, before processes are forked
+
     from lengthwise.runtime.dryrun import engine_step
 
     return partial(
