@@ -8,6 +8,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests.imported import leave_imported_alone
+
 # One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -53,7 +55,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Leave what is left of a file to itself too: trainers of others collect garbage whenever they begin and end."""
-    if nextitem is not None and nextitem.path != item.path:
-        gc.collect()
-        gc.freeze()
+    """Leave what is left of a file to itself too, and what its first tests have imported."""
+    if nextitem is not None:
+        leave_imported_alone(always=nextitem.path != item.path)

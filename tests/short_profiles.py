@@ -1,4 +1,4 @@
-"""Imported by what processes are forked from: profiles of theirs measure every pack once where nothing says how often.
+"""Imported by tests with models, and what their processes are forked from: profiles measure a pack once by default.
 
 How repeats are taken is tested where they are asked for (``tests/runtime/profile``).
 """

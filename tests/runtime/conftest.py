@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests import short_profiles  # noqa: F401
 from tests.runtime.harness import RankPool
 
 

@@ -12,6 +12,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.imported import leave_imported_alone
 from tests.warm import context
 
 TIMEOUT = timedelta(seconds=60)
@@ -104,6 +105,7 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, environment: 
             pipe.send((False, function(*arguments, **options)))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+        leave_imported_alone()
 
 
 def _share_one_device() -> None:

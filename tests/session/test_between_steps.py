@@ -72,10 +72,17 @@ def train(probes, kinds, **options):
     return found
 
 
+PROBES = (probe_nothing, probe_and_leave, probe_and_clear, clear_and_probe, probe_to_zero)
+
+
 @pytest.mark.parametrize("options", [{}, {"weights": "by-layer"}, {"offload_state": "host"}], ids=str)
-@pytest.mark.parametrize("size", [1, 2])
-def test_gradients_that_a_loop_leaves_between_steps_are_no_part_of_the_next(ranks, size, options):
-    probes = (probe_nothing, probe_and_leave, probe_and_clear, clear_and_probe, probe_to_zero)
+@pytest.mark.parametrize(
+    ("size", "probes"),
+    # In what way gradients are left is told apart before any plan is looked at.
+    [(1, PROBES), (2, PROBES[:2]), pytest.param(2, PROBES, marks=pytest.mark.deep)],
+    ids=["1", "2", "2 in every way"],
+)
+def test_gradients_that_a_loop_leaves_between_steps_are_no_part_of_the_next(ranks, size, probes, options):
     if options:
         probes = probes[:2]
     kinds = KINDS if size > 1 and not options else ("alone",)

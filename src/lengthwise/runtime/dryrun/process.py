@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         return partial(prepared_step.dry_prepared_step, plan, settings, **shared)
     assert plan is not None, "a step has a plan"
     from lengthwise.runtime.dryrun import engine_step
+
+    import_module("torch._dynamo")  # fake tensors do, which takes as long as a step: once, before processes are forked
 
     return partial(
         engine_step.dry_step,

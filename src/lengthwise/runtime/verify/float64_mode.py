@@ -8,6 +8,8 @@ float64 instead.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ _IDENTITIES = (
     F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout,
     torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 )  # fmt: skip
+_FLOAT32 = repeat(torch.float32)
 _DROPOUT_OF_MULTI_HEAD = 10
 """Position of ``dropout_p`` among the arguments of ``F.multi_head_attention_forward``."""
 
@@ -53,8 +56,10 @@ class NoiseFreeMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if self._double:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+            if any(map(is_, args, _FLOAT32)):  # of the few calls that name it
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            if kwargs:
+                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         answer = self._answers.get(func)
         return func(*args, **kwargs) if answer is None else answer(func, *args, **kwargs)
 

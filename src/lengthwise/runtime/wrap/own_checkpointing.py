@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -18,8 +20,8 @@ from torch.utils import checkpoint as home
 Forward = Callable[..., Any]
 _OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
 """Keyword arguments of ``checkpoint`` itself; it passes others on."""
-_NOT_OF_USERS = ("torch", "lengthwise")
-"""Packages whose modules keep the function, unless a class of the model is written there."""
+_NOT_OF_USERS = {"torch", "sympy", "mpmath", "numpy", "scipy", "lengthwise"} | sys.stdlib_module_names
+"""Packages whose modules keep the function or never have it, unless a class of the model is written there."""
 
 
 class OwnCheckpointing:
@@ -38,10 +40,7 @@ class OwnCheckpointing:
             if name in written_in or name.partition(".")[0] not in _NOT_OF_USERS
         }
         self._places = [
-            (space, name)
-            for space in (home, *spaces.values())
-            for name, value in list(getattr(space, "__dict__", {}).items())
-            if value is self._original
+            (space, name) for space in (home, *spaces.values()) for name in _names_of(self._original, space)
         ]
 
     def switch_off(self) -> bool:
@@ -81,3 +80,11 @@ def switch_off_checkpointing(*parts: nn.Module) -> bool:
         for disable in switches_off[:1]:
             disable()
     return was_on
+
+
+def _names_of(value: Any, space: Any) -> list[str]:
+    """Names of ``value`` in a module; most of some thousand have none, which is found out first."""
+    names = getattr(space, "__dict__", {})
+    if not any(map(is_, list(names.values()), repeat(value))):
+        return []
+    return [name for name, other in list(names.items()) if other is value]
