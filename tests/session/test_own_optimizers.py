@@ -251,8 +251,8 @@ def made_of_words(groups):
         (made_of_words, "keeps seen as a str, and checkpoints keep tensors and numbers"),
         ("adamm", "did you mean adamw|Input should be"),
         (torch.optim.SGD([torch.zeros(1)]), r"optimizer: SGD is made already, .*functools.partial\(SGD, ...\)"),
-        (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 1 of the 2 parameters .*, and takes 0 others"),
-        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 2 of the 2 parameters .*, and takes 1 others"),
+        (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 26 of the 41 parameters .*, and takes 0 others"),
+        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 41 of the 41 parameters .*, and takes 1 others"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_training(optimizer, told):
