@@ -122,9 +122,13 @@ DECAYS = ("nadam", "rmsprop", "matrices", "muon")
 QUICK = ("muon",)
 
 
-def loop_on_one_device(make, lr=1e-2, weight_decay=0.1):
-    """``lr`` of each step or of all steps, ``weight_decay`` of matrices; None: what ``make`` says."""
+def loop_on_one_device(make, lr=1e-2, weight_decay=0.1, noting=lambda model: None):
+    """``lr`` of each step or of all steps, ``weight_decay`` of matrices; None: what ``make`` says.
+
+    ``noting``: is told of the model first.
+    """
     model, rows, losses = models.gpt(), models.rows(), []
+    noting(model)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     decays = [{}, {}] if weight_decay is None else [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]

@@ -27,9 +27,9 @@ def warn_of_empty_groups(prepared: PreparedModel) -> None:
     if settings.empty_groups and prepared.world.is_first:
         positions = ", ".join(map(str, settings.empty_groups))
         _log.warning(
-            "%s of optimizer=%s (position %s) have no parameters: what is asked for there, such as a rate of its own, "
-            "holds for nothing. The optimizer gets the %s that %s trains, the same objects as in model.parameters() "
-            "when it is prepared; leave such groups out, or look at how they are chosen",
-            counted(len(settings.empty_groups), "parameter group"), settings.name, positions,
+            "optimizer=%s makes %s without any parameter (position %s): what is said there, such as a rate, holds for "
+            "nothing. It is given the %s that %s trains, the objects that model.parameters() has when the model is "
+            "prepared; look at how it tells them apart, or leave such groups out",
+            settings.name, counted(len(settings.empty_groups), "group"), positions,
             counted(len(prepared.wrapped_model.structure.parameters), "parameter"), type(prepared.model).__name__,
         )  # fmt: skip

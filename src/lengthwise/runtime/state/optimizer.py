@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.borrowed_parameters import num_hooks
-from lengthwise.runtime.state.parameter_groups import note_origins
+from lengthwise.runtime.state.parameter_groups import note_origins, plain_values
 
 HANDED_LR = float("1e-3")
 """The rate in the groups that a user's function gets where a function of the step gives the learning rate."""
@@ -170,9 +171,27 @@ def make_of_groups(
             f"it is given, and takes {len(taken - expected)} others: it is made of the parameters that are trained. "
             "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
         )
+    if settings.groups and (now := described_groups(made)) != settings.groups:
+        raise _other_groups(settings, now)
     note_origins(made, settings.base_lr)
     _forget(made, leave_out)
     return made
+
+
+def described_groups(made: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The constants of each parameter group of a new optimizer, in words."""
+    return tuple(f"lr={group.get('lr')}, {plain_values(group)}" for group in made.param_groups)
+
+
+def _other_groups(settings: OptimizerSettings, now: Sequence[str]) -> InputError:
+    """The error for groups that are not those of the trial."""
+    before, other = next(pair for pair in zip_longest(settings.groups, now, fillvalue="none") if pair[0] != pair[1])
+    return InputError(
+        f"optimizer={settings.name} makes other parameter groups each time that it is called ({before}; then {other}): "
+        "it is called several times, on every rank, and parameters that another rank updates have zeros as their "
+        "values meanwhile. Let groups and their constants depend on names, attributes and shapes, and not on calls, "
+        "random numbers or values of all parameters"
+    )
 
 
 def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:

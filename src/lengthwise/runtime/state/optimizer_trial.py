@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.borrowed_parameters import as_they_were
-from lengthwise.runtime.state.optimizer import is_of_torch, make_of_both_kinds, make_of_groups, make_optimizer
+from lengthwise.runtime.state.optimizer import (
+    described_groups,
+    is_of_torch,
+    make_of_both_kinds,
+    make_of_groups,
+    make_optimizer,
+)
 from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
 from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain, set_learning_rate
 from lengthwise.runtime.state.trial_parameters import TrialParameters
@@ -42,16 +48,16 @@ def after_trial(settings: OptimizerSettings, parameters: Sequence[nn.Parameter] 
         return settings
     trial = TrialParameters(parameters)
     with _same_noise(), as_they_were(trial.all):
-        settings = _as_made(settings, trial)
+        settings, groups = _as_made(settings, trial)
         with trial.lent():
             first = _updates_or_error(settings, trial)
         if isinstance(first, OptimizerSettings):
-            return first
+            return replace(first, groups=groups)
         trial.keep_shapes()  # its step may have tensors of the model's shapes
         with trial.lent():
             second = _updates_or_error(settings, trial)
         if isinstance(second, OptimizerSettings):
-            return second
+            return replace(second, groups=groups)
         raise first
 
 
@@ -83,24 +89,28 @@ class _Updates:
     optimizer: torch.optim.Optimizer
 
 
-def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings:
-    """The settings with what the optimizer says when it is made of all parameters; chooses those to try."""
+def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[OptimizerSettings, tuple[str, ...]]:
+    """The settings with what the optimizer says when it is made of all parameters, and what groups it has, if these may
+    depend on parameters; chooses those to try.
+    """
+    are_alike = not trial.are_of_model or is_of_torch(settings.make)
     matrix, vector = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
     if is_of_torch(settings.make):  # which treats all alike, and may have much state of them when it is made
         trial.choose_kinds()
         trial.all = trial.tried
     try:
         made = make_of_both_kinds(settings, trial.decaying, trial.others)
+        groups = () if are_alike else described_groups(made)
         trial.choose(made)
     except InputError:
         if not _takes(settings, matrix) or _takes(settings, vector):
             raise
-        settings = replace(settings, takes_matrices_alone=True)
+        settings, groups = replace(settings, takes_matrices_alone=True), ()
         made = make_of_groups(settings, ([matrix], settings.weight_decay))
         trial.choose_kinds()
     check_weight_decay(settings, made)
     empty = tuple(position for position, group in enumerate(made.param_groups) if not group["params"])
-    return replace(with_base_lr(settings, made), empty_groups=empty)
+    return replace(with_base_lr(settings, made), empty_groups=empty), groups
 
 
 def _updates_or_error(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings | InputError:

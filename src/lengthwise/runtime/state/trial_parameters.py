@@ -28,6 +28,7 @@ class TrialParameters:
         """Without ``parameters``, two matrices and two vectors are."""
         shapes = [shape for shapes in SHAPES.values() for shape in shapes]
         self.all = list(parameters) or [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+        self.are_of_model = bool(parameters)
         self.tried: list[nn.Parameter] = []
         self.shapes: list[tuple[int, ...]] = []
 
