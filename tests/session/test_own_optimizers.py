@@ -122,9 +122,13 @@ DECAYS = ("nadam", "rmsprop", "matrices", "muon")
 QUICK = ("muon",)
 
 
-def loop_on_one_device(make, lr=1e-2, weight_decay=0.1):
-    """``lr`` of each step or of all steps, ``weight_decay`` of matrices; None: what ``make`` says."""
+def loop_on_one_device(make, lr=1e-2, weight_decay=0.1, noting=lambda model: None):
+    """``lr`` of each step or of all steps, ``weight_decay`` of matrices; None: what ``make`` says.
+
+    ``noting``: is told of the model first.
+    """
     model, rows, losses = models.gpt(), models.rows(), []
+    noting(model)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     decays = [{}, {}] if weight_decay is None else [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
@@ -251,8 +255,8 @@ def made_of_words(groups):
         (made_of_words, "keeps seen as a str, and checkpoints keep tensors and numbers"),
         ("adamm", "did you mean adamw|Input should be"),
         (torch.optim.SGD([torch.zeros(1)]), r"optimizer: SGD is made already, .*functools.partial\(SGD, ...\)"),
-        (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 1 of the 2 parameters .*, and takes 0 others"),
-        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 2 of the 2 parameters .*, and takes 1 others"),
+        (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 26 of the 41 parameters .*, and takes 0 others"),
+        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 41 of the 41 parameters .*, and takes 1 others"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_training(optimizer, told):

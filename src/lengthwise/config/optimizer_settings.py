@@ -39,6 +39,10 @@ class OptimizerSettings:
     """Whether a function of the step gives the learning rate."""
     base_lr: float | None = None
     """The rate that stands for those of all groups that ``make`` makes, as a trial says; None: all have the same."""
+    groups: tuple[str, ...] = ()
+    """The constants of each group that ``make`` makes of all parameters, as a trial says; an empty tuple: unknown."""
+    empty_groups: tuple[int, ...] = ()
+    """Positions of the groups that ``make`` makes without any of the parameters that it is given."""
     loss_scale: float | None = None
     """The first scale of the loss; None: 65,536 where a model computes in float16, else losses are not scaled."""
     loss_scale_window: int = 2000

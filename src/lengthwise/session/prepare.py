@@ -31,7 +31,7 @@ from lengthwise.runtime.loop.changed_settings import ChangedSettings
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths
-from lengthwise.runtime.state.optimizer_trial import after_trial, lr_function
+from lengthwise.runtime.state.optimizer_trial import lr_function
 from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
@@ -79,6 +79,7 @@ from lengthwise.session.sequence_units import units_named
 from lengthwise.session.slice_costs import with_passes_priced
 from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.state_placement import is_on_host
+from lengthwise.session.tried_optimizer import tried_optimizer, warn_of_empty_groups
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
 
 _log = logging.getLogger("lengthwise")
@@ -206,6 +207,7 @@ def learn_model(
         model.to(world.device)
     prepared, chosen = learn_exactly(model, chosen, partial(_learn, model, world, sequences, objective))
     warn_of_other_mean(prepared)
+    warn_of_empty_groups(prepared)
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
@@ -249,7 +251,7 @@ def _learn(
             collator=make_collator(
                 wrapped_model, chosen, sequences, has_lengths_of_corpus=calls is ComparedCalls.AT_LENGTHS_OF_CORPUS
             ),
-            optimizer=after_trial(chosen.optimizer_settings),
+            optimizer=tried_optimizer(chosen.optimizer_settings, wrapped_model),
             seed=chosen.seed,
             by_layer=chosen.weights == "by-layer",
             state_on_host=is_on_host(chosen.offload_state),

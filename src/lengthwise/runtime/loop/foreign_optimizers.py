@@ -1,7 +1,8 @@
 """Refuse optimizers of the loop's own that step on weights which a run updates: they would be updated twice, or not.
 
 Parameters of a prepared model hold this rank's part of a gradient, or none. The hook of torch that is called before a
-step of any optimizer is there while the run is.
+step of any optimizer is there while the run is. An optimizer that prepare made of a user's function has the model's
+parameters too, but steps on them within an update alone, when they are borrowed.
 """
 
 import weakref
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.borrowed_parameters import is_borrowed
 
 
 class ForeignOptimizers:
@@ -25,7 +27,7 @@ class ForeignOptimizers:
         own: torch.optim.Optimizer | None,
         allowed: Callable[[], bool],
     ) -> None:
-        """``own``: the run's optimizer; ``allowed``: whether other optimizers may step at the moment."""
+        """``own``: an optimizer that may step, on shards; ``allowed``: whether all optimizers may at the moment."""
         self._names = {id(parameter): name for name, parameter in parameters}
         self._own, self._allowed = own, allowed
         present = weakref.ref(self)
@@ -41,7 +43,7 @@ class ForeignOptimizers:
         if optimizer is self._own or self._allowed():
             return
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        name = next((self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names), None)
+        name = next((self._names[id(x)] for x in parameters if id(x) in self._names and not is_borrowed(x)), None)
         if name is not None:
             kind = type(optimizer).__name__
             raise InputError(

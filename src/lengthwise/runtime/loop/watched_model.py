@@ -54,7 +54,9 @@ class WatchedModel(PreparedModel):
         self.parameters = WatchedParameters(self.model, state.named if isinstance(state, ShardedState) else None)
         self.gradients, self.settings = LoopGradients(state), ChangedSettings(self.model)
         self.foreign_optimizers = ForeignOptimizers(
-            wrapped_model.structure.parameters.items(), state.optimizer, allowed=lambda: wrapped_model.is_plain
+            wrapped_model.structure.parameters.items(),
+            state.optimizer if isinstance(state, Fsdp2State) else None,
+            allowed=lambda: wrapped_model.is_plain,
         )
         self._changed_settings: dict[str, str] = {}
         """What has changed since packs were compared, in words, by name."""

@@ -85,25 +85,22 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
     for part, segments in _by_part(state).items():
         position = 0
         for segment in segments:
-            parameter, optimizer_state = segment.parameter, dict[str, Any]()
+            master, optimizer_state = segment.master, dict[str, Any]()
             for kind in (MASTER, *state.settings.state_names):
                 if (content := found.get(f"{kind}/{part}")) is not None:
                     cut = content.num_elements is not None
                     piece = (
-                        content.local[position : position + parameter.numel()].view_as(parameter)
-                        if cut
-                        else content.local
+                        content.local[position : position + master.numel()].view_as(master) if cut else content.local
                     )
-                    home = parameter.device if piece.dim() else "cpu"  # where torch keeps counts of steps
+                    home = master.device if piece.dim() else "cpu"  # where torch keeps counts of steps
                     is_number = kind in state.settings.numbers
                     optimizer_state[kind] = piece.item() if is_number else piece.to(home, copy=True)
-            position += parameter.numel()
-            with torch.no_grad():
-                parameter.copy_(optimizer_state.pop(MASTER))
+            position += master.numel()
+            master.copy_(optimizer_state.pop(MASTER))
             num_updates = num_steps - state.unused.times_left_out[segment.only]
             if state.optimizer is not None and (num_updates or (state.settings.make and optimizer_state)):
                 counted = step_state(state.settings, num_updates, state.optimizer)
-                state.optimizer.state[parameter] = {**counted, **optimizer_state}
+                state.optimizer.state[segment.parameter] = {**counted, **optimizer_state}
     state.forget_weights()
 
 
@@ -125,12 +122,12 @@ def _size(state: ShardedState, part: str) -> int:
 def _value(state: ShardedState, segment: Segment, kind: str) -> Tensor | None:
     """One tensor of a segment; None if the optimizer keeps no such tensor of it."""
     if kind == MASTER:
-        return segment.parameter.detach()
+        return segment.master
     assert state.optimizer is not None, "a rank with segments has an optimizer"
     optimizer_state: dict[str, Tensor | float] = state.optimizer.state.get(segment.parameter, {})
     if (value := optimizer_state.get(kind)) is not None:
         return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    return None if state.settings.needs_whole_parameters else torch.zeros_like(segment.parameter, device="cpu")
+    return None if state.settings.needs_whole_parameters else torch.zeros_like(segment.master, device="cpu")
 
 
 def _host_copy(pieces: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:

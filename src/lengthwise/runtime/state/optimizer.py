@@ -1,6 +1,8 @@
 """The optimizers of torch on what a rank owns, and which of their state a checkpoint keeps."""
 
 from collections.abc import Collection, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -8,7 +10,8 @@ from torch import Tensor, nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.state.parameter_groups import note_origins
+from lengthwise.runtime.state.borrowed_parameters import num_hooks
+from lengthwise.runtime.state.parameter_groups import note_origins, plain_values
 
 HANDED_LR = float("1e-3")
 """The rate in the groups that a user's function gets where a function of the step gives the learning rate."""
@@ -20,22 +23,27 @@ def make_optimizer(
     decaying: Sequence[nn.Parameter],
     others: Sequence[nn.Parameter],
     outer: Sequence[nn.Parameter] = (),
+    leave_out: Collection[int] = (),
     on_host: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of these parameters; None if there are none.
 
-    ``outer``: those of ``decaying`` that are outside of all layers. ``on_host``: whether a CPU updates what a GPU
+    ``outer``: those of ``decaying`` that are outside of all layers. ``leave_out``: identities of parameters that a
+    user's optimizer forgets when it is made: other ranks update them. ``on_host``: whether a CPU updates what a GPU
     computes with. Then, and on a GPU, AdamW is torch's fused one, which reads and writes every number once and needs no
     memory of its own (the default one allocates as many numbers as it updates on a GPU), unless they are float64: there
     the update is to be the same to the last bit.
     """
+    if is_of_torch(settings.make):  # which tells no parameters apart
+        decaying, others = ([x for x in kind if id(x) not in leave_out] for kind in (decaying, others))
     if settings.takes_matrices_alone:
-        return _made_of_two(settings, decaying, others, {id(parameter) for parameter in outer})
+        return _made_of_two(settings, decaying, others, {id(parameter) for parameter in outer}, leave_out)
     groups = _groups((decaying, settings.weight_decay), (others, 0.0))
     if not groups:
         return None
     if settings.make is not None:
-        return make_of_both_kinds(settings, decaying, others)
+        made = make_of_both_kinds(settings, decaying, others, leave_out=leave_out)
+        return made if any(group["params"] for group in made.param_groups) else None
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
@@ -43,6 +51,13 @@ def make_optimizer(
     parameters = (*decaying, *others)
     is_fused = (on_host or all(x.is_cuda for x in parameters)) and all(x.dtype != torch.float64 for x in parameters)
     return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=is_fused or None)
+
+
+def is_of_torch(make: Any) -> bool:
+    """Whether what makes an optimizer is a class of torch, with or without constants."""
+    while isinstance(make, partial):
+        make = make.func
+    return isinstance(make, type) and make.__module__.startswith("torch.optim.")
 
 
 def step_state(settings: OptimizerSettings, num_steps: int, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -76,30 +91,42 @@ class TwoOptimizers(torch.optim.Optimizer):
 
 
 def _made_of_two(
-    settings: OptimizerSettings, decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter], outer: set[int]
+    settings: OptimizerSettings,
+    decaying: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    outer: set[int],
+    leave_out: Collection[int],
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer of the matrices of layers, and AdamW of all else."""
     matrices = [x for x in decaying if x.dim() == 2 and id(x) not in outer]
-    rest = [x for x in decaying if x.dim() != 2 or id(x) in outer]
-    groups = _groups((rest, settings.weight_decay), (others, 0.0))
+    rest = [x for x in decaying if (x.dim() != 2 or id(x) in outer) and id(x) not in leave_out]
+    groups = _groups((rest, settings.weight_decay), ([x for x in others if id(x) not in leave_out], 0.0))
     adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps) if groups else None
-    made = make_of_groups(settings, (matrices, settings.weight_decay)) if matrices else None
-    return TwoOptimizers(made, adamw) if made is not None and adamw is not None else made or adamw
+    if not matrices:
+        return adamw
+    made = make_of_groups(settings, (matrices, settings.weight_decay), leave_out=leave_out)
+    if not any(group["params"] for group in made.param_groups):
+        return adamw
+    return made if adamw is None else TwoOptimizers(made, adamw)
 
 
 def make_of_both_kinds(
-    settings: OptimizerSettings, decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
+    settings: OptimizerSettings,
+    decaying: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    *,
+    leave_out: Collection[int] = (),
 ) -> torch.optim.Optimizer:
     """The user's optimizer of a group of matrices and a group of vectors.
 
-    A rank without parameters of one kind makes it with a stand-in, which it then leaves out, so that the groups are the
-    same on every rank.
+    Without parameters of one kind it is made with a stand-in, which it then leaves out as those of ``leave_out``, so
+    that the groups are the same on every rank.
     """
     example = (*decaying, *others)[0]
     shapes = ((2, 3),) * (not decaying) + ((3,),) * (not others)
     stand_ins = [nn.Parameter(torch.zeros(shape, dtype=example.dtype, device=example.device)) for shape in shapes]
     parts = (decaying or stand_ins, settings.weight_decay), (others or stand_ins, 0.0)
-    return make_of_groups(settings, *parts, leave_out={id(parameter) for parameter in stand_ins})
+    return make_of_groups(settings, *parts, leave_out={*(id(parameter) for parameter in stand_ins), *leave_out})
 
 
 def make_of_groups(
@@ -119,7 +146,8 @@ def make_of_groups(
             del group["weight_decay"]
         if settings.asked_lr is not None or settings.has_lr_function:
             group["lr"] = HANDED_LR if settings.asked_lr is None else settings.asked_lr
-    expected = {id(parameter) for group in groups for parameter in group["params"]} - set(leave_out)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    expected, hooks = {id(parameter) for parameter in parameters} - set(leave_out), num_hooks(parameters)
     try:
         made = settings.make(groups)
     except Exception as error:
@@ -130,16 +158,40 @@ def make_of_groups(
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(f"optimizer={settings.name} makes a {type(made).__name__}, which is no torch.optim.Optimizer")
+    if num_hooks(parameters) > hooks:
+        raise InputError(
+            f"optimizer={settings.name} registers hooks on the gradients of parameters when it is made, and gradients "
+            "are summed over ranks and micro-batches after such hooks; let its step() do what they do, with p.grad, or "
+            "register them before prepare, which compares what they make of gradients"
+        )
     taken = {id(parameter) for group in made.param_groups for parameter in group["params"]} - set(leave_out)
     if taken != expected:
         raise InputError(
             f"optimizer={settings.name} leaves out {len(expected - taken)} of the {len(expected)} parameters that "
-            f"it is given, and takes {len(taken - expected)} others: ranks update shares of parameters, which it is "
-            "made of. Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
+            f"it is given, and takes {len(taken - expected)} others: it is made of the parameters that are trained. "
+            "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
         )
+    if settings.groups and (now := described_groups(made)) != settings.groups:
+        raise _other_groups(settings, now)
     note_origins(made, settings.base_lr)
     _forget(made, leave_out)
     return made
+
+
+def described_groups(made: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The constants of each parameter group of a new optimizer, in words."""
+    return tuple(f"lr={group.get('lr')}, {plain_values(group)}" for group in made.param_groups)
+
+
+def _other_groups(settings: OptimizerSettings, now: Sequence[str]) -> InputError:
+    """The error for groups that are not those of the trial."""
+    before, other = next(pair for pair in zip_longest(settings.groups, now, fillvalue="none") if pair[0] != pair[1])
+    return InputError(
+        f"optimizer={settings.name} makes other parameter groups each time that it is called ({before}; then {other}): "
+        "it is called several times, on every rank, and parameters that another rank updates have zeros as their "
+        "values meanwhile. Let groups and their constants depend on names, attributes and shapes, and not on calls, "
+        "random numbers or values of all parameters"
+    )
 
 
 def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:

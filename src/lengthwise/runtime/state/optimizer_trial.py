@@ -14,13 +14,20 @@ from torch import Tensor, nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.state.optimizer import make_of_both_kinds, make_of_groups, make_optimizer
+from lengthwise.runtime.state.borrowed_parameters import as_they_were
+from lengthwise.runtime.state.optimizer import (
+    described_groups,
+    is_of_torch,
+    make_of_both_kinds,
+    make_of_groups,
+    make_optimizer,
+)
 from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
 from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain, set_learning_rate
+from lengthwise.runtime.state.trial_parameters import TrialParameters
 
 _TRIAL_LR = 1e-3
 """The learning rate where none is said yet."""
-_SHAPES = ((2, 3), (3, 2), (3,), (4,))
 _SCALES = (1e-3, 1.0, 1e3)
 """Of the gradients of one step after another: limits of a norm leave small gradients as they are."""
 _NUM_STEPS = 12
@@ -28,8 +35,10 @@ _SAME_UPDATE = 1e-6
 """The difference between two updates, as a share of the largest change, that rounding may make."""
 
 
-def after_trial(settings: OptimizerSettings) -> OptimizerSettings:
+def after_trial(settings: OptimizerSettings, parameters: Sequence[nn.Parameter] = ()) -> OptimizerSettings:
     """The settings with what a trial says of an optimizer of the user's.
+
+    ``parameters``: those that it is to train, which are as before afterwards; none: the trial has some of its own.
 
     Raises:
         InputError: it cannot be made or used, keeps what checkpoints cannot, or says another rate or weight decay than
@@ -37,8 +46,19 @@ def after_trial(settings: OptimizerSettings) -> OptimizerSettings:
     """
     if settings.make is None:
         return settings
-    with _same_noise():
-        return _after_updates(settings)
+    trial = TrialParameters(parameters)
+    with _same_noise(), as_they_were(trial.all):
+        settings, groups = _as_made(settings, trial)
+        with trial.lent():
+            first = _updates_or_error(settings, trial)
+        if isinstance(first, OptimizerSettings):
+            return replace(first, groups=groups)
+        trial.keep_shapes()  # its step may have tensors of the model's shapes
+        with trial.lent():
+            second = _updates_or_error(settings, trial)
+        if isinstance(second, OptimizerSettings):
+            return replace(second, groups=groups)
+        raise first
 
 
 def check_coupling(settings: OptimizerSettings, num_ranks: int) -> None:
@@ -62,39 +82,81 @@ def lr_function(lr: float | Callable[[int], float], settings: OptimizerSettings)
 
 @dataclass(frozen=True, kw_only=True)
 class _Updates:
-    """Parameters after the steps of a trial, and the optimizer that updated them."""
+    """Values of parameters after the steps of a trial, and the optimizer that updated them."""
 
-    parameters: list[nn.Parameter]
+    values: list[Tensor]
     changes: list[Tensor]
     optimizer: torch.optim.Optimizer
 
 
-def _after_updates(settings: OptimizerSettings) -> OptimizerSettings:
-    """The settings with what updates of a matrix and a vector, and then of more, say of the optimizer."""
+def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[OptimizerSettings, tuple[str, ...]]:
+    """The settings with what the optimizer says when it is made of all parameters, and what groups it has, if these may
+    depend on parameters; chooses those to try.
+    """
+    are_alike = not trial.are_of_model or is_of_torch(settings.make)
     matrix, vector = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
+    if is_of_torch(settings.make):  # which treats all alike, and may have much state of them when it is made
+        trial.choose_kinds()
+        trial.all = trial.tried
     try:
-        made = make_of_both_kinds(settings, [matrix], [vector])
+        made = make_of_both_kinds(settings, trial.decaying, trial.others)
+        groups = () if are_alike else described_groups(made)
+        trial.choose(made)
     except InputError:
         if not _takes(settings, matrix) or _takes(settings, vector):
             raise
-        settings = replace(settings, takes_matrices_alone=True)
+        settings, groups = replace(settings, takes_matrices_alone=True), ()
         made = make_of_groups(settings, ([matrix], settings.weight_decay))
+        trial.choose_kinds()
     check_weight_decay(settings, made)
-    settings = with_base_lr(settings, made)
-    optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
-    assert optimizer is not None
-    matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
+    empty = tuple(position for position, group in enumerate(made.param_groups) if not group["params"])
+    return replace(with_base_lr(settings, made), empty_groups=empty), groups
+
+
+def _updates_or_error(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings | InputError:
+    """The settings after updates, or why there are none."""
     try:
+        return _after_updates(settings, trial)
+    except InputError as error:
+        return error
+
+
+def _after_updates(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings:
+    """The settings with what updates of a matrix and a vector, and then of more, say of the optimizer."""
+    try:
+        optimizer = _of_ones(settings, trial)
+        _set_gradients(optimizer)
         _step(settings, optimizer)
-        together = _updated_together(settings)
+        together = _updated_together(settings, trial)
     except Exception as error:
         raise InputError(
             f"optimizer={settings.name} cannot be stepped without arguments: {type(error).__name__}: {error}"
         ) from error
     settings = _with_state(settings, (optimizer, together.optimizer))
-    _check_groups(settings)
-    _check_decays(settings, together)
-    return replace(settings, coupling=_coupling(settings, together))
+    _check_groups(settings, trial)
+    _check_decays(settings, trial, together)
+    return replace(settings, coupling=_coupling(settings, trial, together))
+
+
+def _made_of(settings: OptimizerSettings, trial: TrialParameters, indices: Sequence[int]) -> torch.optim.Optimizer:
+    """An optimizer of all parameters that forgets all but those of ``indices``."""
+    left_out = trial.all_but(indices)
+    optimizer = make_optimizer(settings, decaying=trial.decaying, others=trial.others, leave_out=left_out)
+    assert optimizer is not None, "there are parameters"
+    return optimizer
+
+
+def _of_ones(settings: OptimizerSettings, trial: TrialParameters) -> torch.optim.Optimizer:
+    """An optimizer of one parameter of each number of dimensions, whose values and gradients are 1."""
+    firsts = {len(trial.shapes[index]): index for index in reversed(range(len(trial.tried)))}
+    trial.set_values({index: torch.ones(trial.shapes[index]) for index in firsts.values()})
+    return _made_of(settings, trial, list(firsts.values()))
+
+
+def _set_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Let the gradient of each parameter of an optimizer be 1."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
 
 
 def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
@@ -113,36 +175,41 @@ def _step(settings: OptimizerSettings, optimizer: torch.optim.Optimizer) -> None
 
 
 def _updated(
-    settings: OptimizerSettings, indices: Sequence[int], *, seed: int = 0, decays: bool = True, dtype: torch.dtype
+    settings: OptimizerSettings,
+    trial: TrialParameters,
+    indices: Sequence[int],
+    *,
+    seed: int = 0,
+    decays: bool = True,
+    dtype: torch.dtype,
 ) -> _Updates:
     """The parameters of ``indices`` after the steps of a trial by an optimizer of these alone."""
     numbers = torch.Generator().manual_seed(1)
-    starts = [torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.5 for shape in _SHAPES]
-    slopes = [torch.rand(shape, generator=numbers, dtype=torch.float64) - 0.3 for shape in _SHAPES]
-    parameters = [nn.Parameter(starts[index].to(dtype, copy=True)) for index in indices]
-    decaying = [parameter for parameter in parameters if parameter.dim() > 1]
-    others = [parameter for parameter in parameters if parameter.dim() == 1]
+    starts = [torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.5 for shape in trial.shapes]
+    slopes = [torch.rand(shape, generator=numbers, dtype=torch.float64) - 0.3 for shape in trial.shapes]
+    trial.set_values({index: starts[index].to(dtype, copy=True) for index in indices})
     torch.default_generator.manual_seed(seed)
-    optimizer = make_optimizer(settings, decaying=decaying, others=others)
-    assert optimizer is not None
+    optimizer = _made_of(settings, trial, indices)
     for group in () if decays else optimizer.param_groups:
         if ORIGIN in group:
             group["weight_decay"] = 0.0
     for step in range(_NUM_STEPS):
-        for index, parameter in zip(indices, parameters):
+        for index in indices:
             slope = slopes[index] * (1 + 0.1 * step * (index + 1))
-            parameter.grad = (slope * _SCALES[step % len(_SCALES)]).to(dtype)
+            trial.tried[index].grad = (slope * _SCALES[step % len(_SCALES)]).to(dtype)
         _step(settings, optimizer)
-    changes = [parameter.detach() - starts[index].to(dtype) for index, parameter in zip(indices, parameters)]
-    return _Updates(parameters=parameters, changes=changes, optimizer=optimizer)
+    values = [trial.tried[index].detach().clone() for index in indices]
+    changes = [value - starts[index].to(dtype) for index, value in zip(indices, values)]
+    return _Updates(values=values, changes=changes, optimizer=optimizer)
 
 
-def _updated_together(settings: OptimizerSettings) -> _Updates:
+def _updated_together(settings: OptimizerSettings, trial: TrialParameters) -> _Updates:
     """The updates of all parameters at once, in float64 or, by an optimizer that cannot, in float32."""
+    everyone = range(len(trial.tried))
     try:
-        return _updated(settings, range(len(_SHAPES)), dtype=torch.float64)
+        return _updated(settings, trial, everyone, dtype=torch.float64)
     except Exception:
-        return _updated(settings, range(len(_SHAPES)), dtype=torch.float32)
+        return _updated(settings, trial, everyone, dtype=torch.float32)
 
 
 def _with_state(settings: OptimizerSettings, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSettings:
@@ -162,13 +229,11 @@ def _with_state(settings: OptimizerSettings, optimizers: Sequence[torch.optim.Op
     return replace(settings, tensors=names, numbers=numbers, group_values=tuple(sorted(changing)))
 
 
-def _check_groups(settings: OptimizerSettings) -> None:
+def _check_groups(settings: OptimizerSettings, trial: TrialParameters) -> None:
     """Raise ``InputError`` if a step changes the rate of a parameter group, or what checkpoints cannot keep of it."""
-    matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer(settings, decaying=[matrix], others=[vector])
-    assert optimizer is not None
+    optimizer = _of_ones(settings, trial)
     for _ in range(2):
-        matrix.grad, vector.grad = torch.ones(2, 3), torch.ones(3)
+        _set_gradients(optimizer)
         set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
         before = [_contents_of(group) for group in optimizer.param_groups]
         optimizer.step()
@@ -214,27 +279,28 @@ def _changed(settings: OptimizerSettings, name: str, value: Any) -> InputError:
     )
 
 
-def _check_decays(settings: OptimizerSettings, together: _Updates) -> None:
+def _check_decays(settings: OptimizerSettings, trial: TrialParameters, together: _Updates) -> None:
     """Raise ``InputError`` if weight decay is asked for, and the optimizer does not know it."""
     if not settings.asks_weight_decay or not settings.weight_decay:
         return
-    without = _updated(settings, range(len(_SHAPES)), decays=False, dtype=together.parameters[0].dtype)
-    if all(torch.equal(*pair) for pair in zip(together.parameters, without.parameters)):
+    everyone, dtype = range(len(trial.tried)), together.values[0].dtype
+    without = _updated(settings, trial, everyone, decays=False, dtype=dtype)
+    if all(torch.equal(*pair) for pair in zip(together.values, without.values)):
         raise InputError(
             f"weight_decay={settings.weight_decay:g} is asked for, and optimizer={settings.name} updates parameters as "
             "without; leave weight_decay out"
         )
 
 
-def _coupling(settings: OptimizerSettings, together: _Updates) -> str:
+def _coupling(settings: OptimizerSettings, trial: TrialParameters, together: _Updates) -> str:
     """How the update of one parameter depends on the others, in words; an empty string: it does not, or is random."""
-    dtype = together.parameters[0].dtype
-    again = _updated(settings, range(len(_SHAPES)), seed=1, dtype=dtype)
+    dtype = together.values[0].dtype
+    again = _updated(settings, trial, range(len(trial.tried)), seed=1, dtype=dtype)
     if not all(_is_same_update(*changes) for changes in zip(together.changes, again.changes)):
         return ""
     for index, change in enumerate(together.changes):
         try:
-            alone = _updated(settings, [index], dtype=dtype)
+            alone = _updated(settings, trial, [index], dtype=dtype)
         except Exception as error:
             return f"cannot update one parameter without the others ({type(error).__name__}: {error})"
         if not _is_same_update(change, alone.changes[0]):

@@ -1,6 +1,6 @@
 """What a rank owns as the optimizer sees it: segments of parameters that are treated alike, and their update."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +12,11 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.core.layout import Interval
 from lengthwise.core.wording import counted
+from lengthwise.runtime.state.absent_parameter import AbsentParameter
+from lengthwise.runtime.state.borrowed_parameters import borrowed
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.parameter_groups import note_rates, set_learning_rate
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
 
 
@@ -25,7 +28,10 @@ class Segment:
     """Of the unit, or of the parameter where parameters are not cut."""
     unit: int
     parameter: nn.Parameter
-    """A view of ``master``; its gradient is ``pushed``, where that has the same dtype."""
+    """What the optimizer has: a view of ``master``, whose gradient is ``pushed`` where that has the same dtype. An
+    optimizer of the user's has the model's own parameter, which borrows the two while it is made and steps."""
+    master: Tensor
+    """A view of the master weights."""
     pushed: Tensor
     """A view of the state's."""
     decays: bool
@@ -55,10 +61,12 @@ def segments_of(
     pushed: Tensor,
     by_parameter: bool,
     apart: Collection[str] = (),
+    named: Mapping[str, nn.Parameter] | None = None,
 ) -> list[Segment]:
     """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not.
 
     ``owned``: the intervals that ``master`` and ``pushed`` are laid out as. ``apart``: parameters that share no run.
+    ``named``: the model's parameters, if the optimizer is to have these; they are whole.
     """
     runs: list[_Run] = []
     position = 0
@@ -78,15 +86,15 @@ def segments_of(
             position = last
     segments = []
     for run in runs:
-        parameter = nn.Parameter(master[run.first : run.last].view(run.shape))
-        pushed_part = pushed[run.first : run.last].view(run.shape)
-        if pushed.dtype == master.dtype:
+        values, pushed_part = (flat[run.first : run.last].view(run.shape) for flat in (master, pushed))
+        parameter = nn.Parameter(values) if named is None else named[run.name]
+        if pushed.dtype == master.dtype and named is None:
             parameter.grad = pushed_part
         is_outer = by_parameter and run.unit in (0, table.num_units - 1)
         segments.append(
             Segment(
-                name=run.name, unit=run.unit, parameter=parameter, pushed=pushed_part, decays=run.decays,
-                is_outer=is_outer, only=run.only,
+                name=run.name, unit=run.unit, parameter=parameter, master=values, pushed=pushed_part,
+                decays=run.decays, is_outer=is_outer, only=run.only,
             )
         )  # fmt: skip
     return segments
@@ -145,33 +153,42 @@ def _scale(segments: Sequence[Segment], clip: float) -> None:
 class OwnedSegments:
     """The segments of a rank's share with their optimizer."""
 
-    def __init__(
-        self,
-        table: ParameterTable,
-        owned: Sequence[Interval],
-        settings: OptimizerSettings,
-        *,
-        master: Tensor,
-        pushed: Tensor,
-        on_host: bool,
-    ) -> None:
-        """The arguments are those of :func:`segments_of` and :func:`make_optimizer`."""
-        self._table, self._owned, self._settings = table, owned, settings
-        self._master, self._pushed = master, pushed
+    def __init__(self, weights: ShardedWeights, settings: OptimizerSettings, *, pushed: Tensor) -> None:
+        """``pushed``: summed gradients, laid out as this rank's share of ``weights``."""
+        self._table, self._owned = weights.table, weights.owned_layout.intervals[weights.world.rank]
+        self._master, self._pushed, self._settings = weights.master, pushed, settings
         self._apart = frozenset[str]()
+        self._named = None if settings.make is None else weights.named
         self.all = self._cut()
-        self.optimizer = make_optimizer(
+        self.optimizer = self._of_model(weights.named) if settings.make is not None else make_optimizer(
             settings,
             decaying=[segment.parameter for segment in self.all if segment.decays],
             others=[segment.parameter for segment in self.all if not segment.decays],
             outer=[segment.parameter for segment in self.all if segment.is_outer],
-            on_host=on_host,
-        )
+            on_host=weights.on_host,
+        )  # fmt: skip
+
+    def _of_model(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The user's optimizer, made of all parameters of the model, on every rank alike, as its groups are to be the
+        same. It forgets those that others update, which have no values while it is made.
+        """
+        masters = {segment.name: segment.master for segment in self.all}
+        nothing = torch.zeros((), dtype=self._master.dtype, device=self._master.device)
+        slots = self._table.slots.values()
+        values = [masters[slot.name] if slot.name in masters else nothing.expand(slot.shape) for slot in slots]
+        with borrowed([named[slot.name] for slot in slots], values):
+            return make_optimizer(
+                self._settings,
+                decaying=[named[slot.name] for slot in slots if len(slot.shape) > 1],
+                others=[named[slot.name] for slot in slots if len(slot.shape) <= 1],
+                outer=[named[slot.name] for slot in slots if slot.unit in (0, self._table.num_units - 1)],
+                leave_out={id(named[slot.name]) for slot in slots if slot.name not in masters},
+            )
 
     def _cut(self) -> list[Segment]:
         return segments_of(
             self._table, self._owned, master=self._master, pushed=self._pushed, apart=self._apart,
-            by_parameter=self._settings.needs_whole_parameters,
+            by_parameter=self._settings.needs_whole_parameters, named=self._named,
         )  # fmt: skip
 
     def separate(self, names: Collection[str]) -> None:
@@ -213,20 +230,39 @@ class OwnedSegments:
         One unit after another; gives the number of each. An optimizer of the user's updates all at once.
         """
         self.separate(left_out)
-        segments = [segment for segment in self.all if not segment.only or segment.only not in left_out]
         if self.optimizer is not None:
             set_learning_rate(self.optimizer, lr)
-        with _without_gradients([segment for segment in self.all if segment.only and segment.only in left_out]):
-            if self.optimizer is not None and self._settings.make is not None:
-                try:
-                    update_at_once(self.optimizer, segments, clip)
-                except (AttributeError, TypeError) as error:
-                    if not left_out:
-                        raise
-                    raise self._without_gradient(error, left_out) from error
-            else:
+        left = [segment for segment in self.all if segment.only and segment.only in left_out]
+        if self._named is not None:
+            self._update_of_model(self._named, clip, left_out)
+        else:
+            segments = [segment for segment in self.all if not segment.only or segment.only not in left_out]
+            with _without_gradients(left):
                 yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
         note_rates(self.optimizer)
+
+    def _update_of_model(self, named: Mapping[str, nn.Parameter], clip: float, left_out: Collection[str]) -> None:
+        """Let the user's optimizer update the model's parameters, which have master weights and gradients meanwhile.
+
+        Parameters that other ranks update have none; where they are not on this rank, reading them is an error.
+        """
+        if self.optimizer is None:
+            return
+        masters = {id(segment.parameter): segment.master for segment in self.all}
+        here = [x for x in named.values() if id(x) in masters or not isinstance(x, AbsentParameter)]
+        with borrowed(here, [masters.get(id(parameter)) for parameter in here]):
+            _scale(self.all, clip)
+            for segment in self.all:
+                segment.parameter.grad = None if segment.only in left_out else segment.pushed
+            try:
+                self.optimizer.step()
+            except (AttributeError, TypeError) as error:
+                if not left_out:
+                    raise
+                raise self._without_gradient(error, left_out) from error
+            for segment in self.all:
+                if segment.parameter.data_ptr() != segment.master.data_ptr():  # its data were replaced, as by p.data =
+                    segment.master.copy_(segment.parameter.detach())
 
     def _without_gradient(self, error: Exception, left_out: Collection[str]) -> InputError:
         """The error to raise where an optimizer of the user's fails with ``error``."""

@@ -86,8 +86,7 @@ class ShardedState(PulledWeights):
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
-        intervals = self.owned_layout.intervals[world.rank]
-        self.owned = OwnedSegments(table, intervals, settings, master=self.master, pushed=self.pushed, on_host=on_host)
+        self.owned = OwnedSegments(self, settings, pushed=self.pushed)
         self.optimizer = self.owned.optimizer
         self.unused = UnusedParameters({} if table.spec is not None else self.named)
         """Of a model that is not ours: one of ours uses all in every micro-batch."""
