@@ -101,9 +101,9 @@ class Run(WatchedModel):
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_stages = check_stages, CheckedStages(prepared)
-        self._readers, self.collator = read_with_workers(self.collator, workers)
-        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
+        self._readers, self.collator = read_with_workers(self.collator, workers, epoch=lambda: self._pending.epoch)
+        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.wrapped_model.watch_changes()
