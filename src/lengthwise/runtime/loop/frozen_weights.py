@@ -109,7 +109,7 @@ class FrozenWeights:
                 f"the frozen weight {name} of {type(self._model).__name__} is not what the run that saved {path} began "
                 f"with{more}, and the checkpoint has only frozen weights that the run changed"
             )
-        if all(self._prepared.get(each) == wanted.get(each) for each in lost):
+        if all(self._prepared.get(weight) == wanted.get(weight) for weight in lost):
             way_out = "a loop has changed it since prepare: load the model anew, prepare it, and resume before that"
         else:
             way_out = (
