@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -128,3 +129,25 @@ def test_checkpoints_of_older_versions_say_nothing_of_frozen_weights_and_are_tak
         (older / file.name).write_bytes(file.read_bytes())
     (older / "state.json").write_text(checkpoint_files._encoded(document))
     assert resumed(older, lambda parameters: parameters[BASE].add_(1)) == 1
+
+
+def quantized():
+    """A model with a frozen weight of bytes, whose scales are beside it, as bitsandbytes has them."""
+    model = models.adapted_gpt()
+    model.table = torch.nn.Parameter(torch.arange(12, dtype=torch.uint8), requires_grad=False)
+    model.table.quant_state = SimpleNamespace(absmax=torch.ones(3), state2=SimpleNamespace(absmax=torch.ones(())))
+    return model
+
+
+def test_quantized_weights_are_compared_and_stored_with_their_scales(tmp_path):
+    with run_of(model := quantized()) as run:
+        train(run, 1, merges=False)
+        with torch.no_grad():
+            model.table.quant_state.state2.absmax.mul_(3)
+            model.table[5] = 7
+        run.save(tmp_path)
+    with run_of(model := quantized()) as run:
+        run.resume(tmp_path)
+        assert model.table[4:7].tolist() == [4, 7, 6]
+        assert float(model.table.quant_state.state2.absmax) == 3
+        assert model.table.quant_state.absmax.tolist() == [1, 1, 1]
