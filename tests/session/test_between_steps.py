@@ -243,6 +243,42 @@ def test_what_torch_compile_makes_of_a_prepared_model_is_refused_with_the_way_to
     run.close()
 
 
+class Switched(models.GPT):
+    gates = False
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.mlp[1].forward = lambda x: F.gelu(x).sigmoid() if Switched.gates else F.gelu(x)
+
+
+def freeze(model, is_begin):
+    model.blocks[1].mlp.requires_grad_(not is_begin)
+
+
+def switch(model, is_begin):
+    Switched.gates = not is_begin
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (freeze, r"its mlp\.0\.weight\.requires_grad was False and is True, and 3 further flags"),
+        (switch, "something that it computes with has changed"),
+    ],
+)
+def test_a_layer_that_is_recomputed_as_something_else_is_named_with_the_way_out(change, message):
+    torch.manual_seed(0)
+    run, model = prepared(Switched().double(), recompute="all")
+    step = next(run.steps())
+    with run, pytest.raises(CheckError, match=rf"layer \d \(Block\) .*: {message}.*recompute='none'"):
+        for micro_batch in step:
+            change(model, True)
+            loss = model(**micro_batch.inputs)[1]
+            change(model, False)
+            step.backward(loss)
+
+
 class WithCritic(torch.nn.Module):
     """A model whose frozen part passes gradients on, as a differentiable reward does."""
 

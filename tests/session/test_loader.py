@@ -4,9 +4,11 @@ import json
 import os
 
 import numpy as np
+import pytest
 from torch.utils.data import DataLoader
 
 import lengthwise as lw
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.integrations.dataloader import BatchSampler
 from tests.session import models
 from tests.session.loops import step_through, weights_of
@@ -101,3 +103,27 @@ def test_a_prepared_run_whose_items_other_processes_read_trains_what_one_device_
     np.testing.assert_allclose(step_through(run)[0], losses, rtol=EXACT)
     assert_equal_weights(weights_of(model), weights)
     run.close()
+
+
+class OfEpoch:
+    epoch = 0
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, item):
+        return (np.arange(8) + item + self.epoch) % models.VOCAB
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_items_that_change_with_the_epoch_are_refused_whoever_reads_them(workers):
+    items = OfEpoch()
+    options = {"tokens_per_step": 24, "epochs": 2, "steps": None, "cost": models.mixed_cost(), "memory_gib": 40}
+    run = lw.prepare(model := models.gpt(), items, workers=workers, **OPTIONS | options)
+    with run, pytest.raises(LengthwiseError, match="is another one each time that it is read"):
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            step.update()
+            items.epoch = run.next_step // 2
+    assert run.next_step == 2

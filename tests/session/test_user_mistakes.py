@@ -86,7 +86,7 @@ CORPORA = {
     # items
     "an item that is none": ([[1, 2], None], r"item 1 is NoneType with None in it, not a row of token ids"),
     "text": (["words"], r"item 0 is text; a corpus holds token ids: tokenise it first"),
-    "bytes": ([b"words"], r"item 0 is text"),
+    "bytes": ([b"words"], r"item 0 is bytes, .* give np\.frombuffer\(row, np\.uint8\); tokenise text first"),
     "lists of text": ([["so", "me"]], r"item 0 is text"),
     "text in a column": ([{"input_ids": "words"}], r"input_ids of item 0 is text"),
     "text among numbers": ([[1, "a"]], r"item 0 is text"),

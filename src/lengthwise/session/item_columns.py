@@ -19,6 +19,7 @@ from lengthwise.session.item_values import (
     cannot_be_used,
     first_leaf,
     is_mapping,
+    not_tokenised,
     row_advice,
     without_padding,
 )
@@ -129,10 +130,7 @@ class ItemColumns:
         tokens = as_array(what, values)
         if tokens.dtype.kind in "USO":
             if tokens.dtype.kind != "O" or any(isinstance(value, str) for value in tokens.flat):
-                raise InputError(
-                    f"{what} is text; a corpus holds token ids: tokenise it first (tokenizer(texts)['input_ids']), "
-                    "or make an index of the files with `lengthwise index`"
-                )
+                raise not_tokenised(what, tokens)
             odd = next((value for value in tokens.flat if type(value) is not int or value > LARGEST_ID), values)
             raise InputError(
                 f"{what} is {type(values).__name__} with {odd!r:.40} in it, not a row of token ids; give each item "

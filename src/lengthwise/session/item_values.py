@@ -82,6 +82,19 @@ def as_array(where: str, values: Any) -> np.ndarray:
         ) from error
 
 
+def not_tokenised(what: str, values: np.ndarray) -> InputError:
+    """The error for text or bytes in the place of token ids."""
+    if values.dtype.kind == "S":
+        return InputError(
+            f"{what} is bytes, which may be text or tokens: where each byte is a token, from 0 to 255, give "
+            "np.frombuffer(row, np.uint8); tokenise text first (tokenizer(texts)['input_ids'])"
+        )
+    return InputError(
+        f"{what} is text; a corpus holds token ids: tokenise it first (tokenizer(texts)['input_ids']), or make an "
+        "index of the files with `lengthwise index`"
+    )
+
+
 def without_padding(value: Any, keep: np.ndarray) -> Any:
     """The part of a column of one value per token that is no padding; another column as it is."""
     array = np.asarray(value) if not isinstance(value, torch.Tensor) else value.detach().cpu().numpy()

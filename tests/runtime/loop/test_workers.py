@@ -60,3 +60,22 @@ def test_an_item_that_cannot_be_read_is_named_at_its_micro_batch(readers):
     assert_read(readers, 3)
     with pytest.raises(LengthwiseError, match="item 13 could not be read: KeyError: 'no such row'"):
         readers.tokens(5)
+
+
+def test_what_a_dataset_has_in_another_epoch_is_read_there():
+    class Epoch(Source):
+        epoch = 0
+
+        def tokens(self, sequence):
+            return np.array([self.epoch, os.getpid()])
+
+    source = Epoch()
+    readers = ItemReaders(source, None, num_workers=1, epoch=lambda: source.epoch)
+    processes = []
+    for source.epoch in (0, 0, 1):
+        readers.start(packs_of((3, 4)))
+        epoch, process = readers.tokens(3)
+        assert epoch == source.epoch
+        processes.append(process)
+    assert processes[0] == processes[1] != processes[2]
+    readers.close()

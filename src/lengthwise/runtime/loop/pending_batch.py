@@ -28,6 +28,11 @@ class PendingBatch:
         """The state of the stream before the batch."""
         return self._stream.state_dict() if self.batch is None else self._state_before
 
+    @property
+    def epoch(self) -> Any:
+        """The epoch that the batch is of, as far as the stream of the corpus says."""
+        return self._state_before.get("stream", self._state_before).get("epoch")
+
     def num_steps_from(self, step: int, num_steps: int) -> int:
         """The number of steps of a run that goes on with ``step``; ``num_steps``: unless batches are formed anew."""
         num_left = getattr(self._stream, "num_left", None)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import Setting, as_key, errors_spelt
+from lengthwise.core.errors import CheckError, Setting, as_key, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.forward_only import forwards
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.saved_beside import beside_to_save, restore_beside
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at
@@ -113,17 +113,26 @@ class PreparedEngine:
         return self.run.num_recompiles
 
     def state_dict(self) -> dict[str, Any]:
-        """The model's buffers, if it has any that are saved with it."""
-        buffers = buffers_to_save(self.run.model)
-        return {"buffers": buffers} if buffers else {}
+        """The model's buffers, if it has any that are saved with it, and checksums of frozen weights.
+
+        Raises:
+            CheckError: a frozen weight has changed since the run began.
+        """
+        entries, changed = beside_to_save(self.run)
+        if changed:
+            raise CheckError(
+                f"{next(iter(changed))} has changed since the run began, and `lengthwise train` keeps what is trained "
+                "alone: train it, or train in a loop of your own (lengthwise.prepare), whose checkpoints have it"
+            )
+        return entries
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Go on from a checkpoint whose weights and optimizer have been restored.
 
         Raises:
-            InputError: its buffers are of another model.
+            InputError: its buffers or frozen weights are of another model.
         """
-        restore_buffers(self.run.model, state.get("buffers", {}), checkpoint)
+        restore_beside(self.run, state, checkpoint, files={})
         self.run.update_weights()
 
     def close(self) -> None:

@@ -1,10 +1,8 @@
 """A model on its ranks, ready to compute micro-batches: what is traced, checked and measured before a run has plans."""
 
-import atexit
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -20,6 +18,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.frozen_models import wrap_frozen
+from lengthwise.runtime.loop.frozen_weights import FrozenWeights
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State, fsdp_modules
 from lengthwise.runtime.loop.shared_reads import with_read_digests
 from lengthwise.runtime.loop.synthetic_batches import zero_loss
@@ -28,7 +27,7 @@ from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.optimizer_trial import check_coupling
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
-from lengthwise.runtime.state.update_overlap import UpdateOverlap
+from lengthwise.runtime.state.update_overlap import UpdateOverlap, finish_at_exit
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -41,6 +40,9 @@ CheckIds = Callable[[tuple[int, str] | None, tuple[int, str] | None], None]
 
 class PreparedModel:
     """A wrapped model with its sharded state, the collator of its micro-batches, and frozen models beside it."""
+
+    frozen_weights: FrozenWeights | None = None
+    """Its own frozen weights, as checkpoints have them; None: it is of no run that has checkpoints."""
 
     def __init__(
         self,
@@ -104,6 +106,8 @@ class PreparedModel:
             table = wrapped_model.structure.table()
             state = ShardedState(wrapped_model.model, world, optimizer, table=table, on_host=state_on_host)
         prepared = cls(wrapped_model, world, collator=collator, state=state, seed=seed)
+        if isinstance(state, ShardedState):
+            prepared.frozen_weights = FrozenWeights(wrapped_model.model, world)
         if by_layer:
             prepared.gather_by_layer()
         prepared.update_weights()
@@ -273,7 +277,7 @@ class PreparedModel:
         if layers.overlap is None:
             layers.overlap = UpdateOverlap(self.state)
             self.state.pulls_ahead = self.gather is None
-            atexit.register(_finish_pull, weakref.ref(self.state))
+            finish_at_exit(self.state)
         used = self.wrapped_model.used_units or units_of_modules(structure)
         layers.overlap.begin_step(used, pushes_early=self.gather is None or self.gather.holds_shards)
 
@@ -314,6 +318,8 @@ class PreparedModel:
                         "run.plain() within a step: weights are gathered layer by layer, and other ranks compute with "
                         "them; call it after step.update(), or use weights='whole' in prepare(...)"
                     )
+                if self.frozen_weights is not None:
+                    self.frozen_weights.note_access()
                 stack.enter_context(self.gather.whole())
             for wrapped_model in self.frozen_models:
                 stack.enter_context(wrapped_model.plain())
@@ -391,10 +397,3 @@ class PreparedModel:
         self.gather.restore()
         self.model.to(self.gather.home)
         self.wrapped_model.layers.gather = None
-
-
-def _finish_pull(state: Callable[[], ShardedState | None]) -> None:
-    """Wait for the weights of the last update before a program ends, for others wait for this rank's share of them."""
-    if (present := state()) is not None:
-        with suppress(Exception):  # what ended the program has been said
-            present.finish_pull()

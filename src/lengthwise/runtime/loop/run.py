@@ -29,7 +29,7 @@ from lengthwise.runtime.loop.pending_batch import PendingBatch
 from lengthwise.runtime.loop.planned_ahead import Gather, PlannedAhead, present_planner
 from lengthwise.runtime.loop.planned_pipelines import rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.saved_beside import beside_to_save, restore_beside
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
@@ -95,15 +95,16 @@ class Run(WatchedModel):
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models, self.check_ids = prepared.frozen_models, prepared.check_ids
+        self.frozen_models, self.frozen_weights = prepared.frozen_models, prepared.frozen_weights
         self.can_recompute, self.is_cuttable = prepared.can_recompute, prepared.is_cuttable
+        self.check_ids = prepared.check_ids
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_stages = check_stages, CheckedStages(prepared)
-        self._readers, self.collator = read_with_workers(self.collator, workers)
-        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self._pending, self._ahead, self._plan_with_cuts = PendingBatch(stream), PlannedAhead(), plan_with_cuts
+        self._readers, self.collator = read_with_workers(self.collator, workers, epoch=lambda: self._pending.epoch)
+        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.wrapped_model.watch_changes()
@@ -327,11 +328,9 @@ class Run(WatchedModel):
         if any(reports.notes):
             raise CheckError(f"run.save(): {reports.notes_text()}")
         self.take_over_changes(reports, "run.save()", columns=(0, 1))
-        extra = {
-            "step": self.next_step, "sampler": self._pending.stream_state, "skipped": self.skipped,
-            "ledger": self.ledger.state_dict(), "buffers": buffers_to_save(self.model),
-        }  # fmt: skip
-        checkpoint.save(Path(folder), state, extra, keep=keep)
+        entries, tensors = beside_to_save(self)
+        extra = {"step": self.next_step, "sampler": self._pending.stream_state, "skipped": self.skipped, **entries}
+        checkpoint.save(Path(folder), state, extra | {"ledger": self.ledger.state_dict()}, keep=keep, beside=tensors)
         path = checkpoint.latest(Path(folder))
         self.log_on_first_rank("saved step %d: %s", self.next_step, path)
         return path
@@ -360,7 +359,7 @@ class Run(WatchedModel):
         path = Path(path)
         path = path if (path / checkpoint.STATE_FILE).is_file() else checkpoint.latest(path, is_of_run=False)
         extra: dict[str, Any] = checkpoint.load(path, state)
-        restore_buffers(self.model, extra.get("buffers", {}), path)
+        restore_beside(self, extra, path, files=extra["files"])
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped = extra["step"], list(extra.get("skipped", []))
         self.num_steps = self._pending.num_steps_from(self.next_step, self.num_steps)

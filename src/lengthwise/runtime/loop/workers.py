@@ -1,4 +1,8 @@
-"""Read the items of a slow dataset in worker processes while the rank computes."""
+"""Read the items of a slow dataset in worker processes while the rank computes.
+
+They have the dataset as it was when they began, so they begin anew with every epoch: where a dataset gives other items
+in another epoch, they see it as this process does.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,8 +29,8 @@ Item = tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]
 class ItemReaders:
     """A source that ``num_workers`` processes of a ``DataLoader`` prefetch from, a micro-batch at a time, in order.
 
-    They know the micro-batches of a step when it starts, and live as long as the run. What is asked for out of turn is
-    read on the spot.
+    They know the micro-batches of a step when it starts, and live for an epoch. What is asked for out of turn is read
+    on the spot.
     """
 
     def __init__(
@@ -37,25 +41,35 @@ class ItemReaders:
         num_workers: int,
         columns: Mapping[str, Labels] | None = None,
         name: Callable[[int], str] = "item {}".format,
+        epoch: Callable[[], Any] = lambda: None,
     ) -> None:
-        """``columns``: what else is read of a sequence, by name; ``name``: what an error calls a sequence."""
+        """``columns``: what else is read of a sequence, by name; ``name``: what an error calls a sequence; ``epoch``:
+        that of the step that starts.
+        """
         self._items = _Items(source, labels, columns or {}, name)
-        self._order = _Order()
-        self._loader: DataLoader[list[Item]] | None = DataLoader(
-            self._items,
-            sampler=self._order,
-            batch_size=None,
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            persistent_workers=True,
-            prefetch_factor=PACKS_AHEAD,
-        )
+        self._order, self._num_workers = _Order(), num_workers
+        self._epoch, self._begun_in = epoch, epoch()
+        self._loader: DataLoader[list[Item]] | None = self._new_loader()
         self._batches: Iterator[list[Item]] = iter(())
         self._waiting: Iterator[tuple[int, ...]] = iter(())
         self._held: dict[int, Item] = {}
 
+    def _new_loader(self) -> DataLoader[list[Item]]:
+        return DataLoader(
+            self._items,
+            sampler=self._order,
+            batch_size=None,
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            prefetch_factor=PACKS_AHEAD,
+        )
+
     def start(self, packs: Sequence[Pack]) -> None:
         """Start to read the micro-batches of a step; what is left of the step before is dropped."""
+        if self._loader is not None and (epoch := self._epoch()) != self._begun_in:
+            self.close()
+            self._loader, self._begun_in = self._new_loader(), epoch
         self._order.packs = [pack.ids for pack in packs]
         self._waiting = iter(self._order.packs)
         self._batches = iter(()) if self._loader is None or not packs else iter(self._loader)
@@ -91,8 +105,12 @@ class ItemReaders:
         return self._held[sequence] if sequence in self._held else self._items.read(sequence)
 
 
-def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders | None, PackCollator]:
+def read_with_workers(
+    collator: PackCollator, num_workers: int, *, epoch: Callable[[], Any]
+) -> tuple[ItemReaders | None, PackCollator]:
     """Start ``num_workers`` readers of all columns of sequences; return them, and the collator that reads from them.
+
+    ``epoch``: that of the step that starts; the readers begin anew with each.
 
     Without any, None and the collator as it is.
     """
@@ -101,7 +119,9 @@ def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemRea
     special = {} if collator.special is None else {_SPECIAL: collator.special}
     columns = {**collator.passed, **collator.loss_columns, **special}
     named = {} if collator.units is None else {"name": collator.units.name}
-    readers = ItemReaders(collator.source, collator.labels, num_workers=num_workers, columns=columns, **named)
+    readers = ItemReaders(
+        collator.source, collator.labels, num_workers=num_workers, columns=columns, epoch=epoch, **named
+    )
     return readers, replace(
         collator,
         source=readers,

@@ -20,8 +20,10 @@ def checksum(tensor: Tensor) -> str:
     state = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
     if tensor.numel():
         flat = tensor.contiguous().view(-1).view(torch.uint8)
+        flat = flat.clone() if flat.storage_offset() % 8 else flat  # a place in a buffer of others
         num_whole = len(flat) // _BLOCK_BYTES * _BLOCK_BYTES
         sums = flat[:num_whole].view(torch.int64).view(-1, _BLOCK_BYTES // 8).sum(1)  # modulo 2^64
         state.update(sums.cpu().numpy().tobytes())
-        state.update(flat[num_whole:].cpu().numpy().tobytes())
+        rest = flat[num_whole:].to("cpu", copy=True)  # storage that NumPy has seen cannot be freed by who gathered it
+        state.update(rest.numpy().tobytes())
     return state.hexdigest()

@@ -6,10 +6,11 @@ model, optimizer, and a digest of every file. :mod:`lengthwise.runtime.state.che
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     step_back,
     steps_up_to,
 )
-from lengthwise.runtime.state.contents import MASTER, restore, room_for
+from lengthwise.runtime.state.contents import MASTER, ShardContent, restore, room_for
 from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
 from lengthwise.runtime.state.parameter_groups import restore_values
@@ -44,7 +45,7 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
 
 __all__ = [
-    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "led_to", "load", "load_weights", "outlook",
+    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "led_to", "load", "load_tensors", "load_weights", "outlook",
     "point_to_best", "read_state", "save", "step_back", "verify",
 ]  # fmt: skip
 
@@ -52,14 +53,23 @@ _log = logging.getLogger(__name__)
 _MASTER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
 
-def save(folder: Path, state: ShardedState, extra: dict[str, Any], *, keep: int) -> None:
+def save(
+    folder: Path,
+    state: ShardedState,
+    extra: dict[str, Any],
+    *,
+    keep: int,
+    beside: Mapping[str, ShardContent] = MappingProxyType({}),
+) -> None:
     """Write a checkpoint after ``extra["step"]`` steps; every rank calls this. The ``keep`` newest stay in ``folder``.
+
+    ``beside``: this rank's part of what the checkpoint has beside the state, by name.
 
     A run writes its checkpoints with a :class:`CheckpointSaver`, which does not make it wait.
     """
     saver = CheckpointSaver(folder, state, keep=keep, makes_parents=True)
     try:
-        saver.save(extra, wait=True)
+        saver.save(extra, wait=True, beside=beside)
     finally:
         saver.close()
 
@@ -117,6 +127,16 @@ def load_weights(checkpoint: Path, spec: ModelSpec | None) -> dict[str, Tensor]:
         tensors = {f"{MASTER}/{name}": part for name, part in parts.items()}
         dcp.load(tensors, storage_reader=Reader(checkpoint, document["files"]), no_dist=True)
     return weights
+
+
+def load_tensors(checkpoint: Path, files: Mapping[str, Any], room: dict[str, Tensor]) -> None:
+    """Read tensors of a checkpoint that was verified into ``room``, by name, in this process alone.
+
+    ``files``: what its state says of its files.
+    """
+    with _readable(checkpoint), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+        dcp.load(room, storage_reader=Reader(checkpoint, files), no_dist=True)
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class LayerGather:
         ``frozen``: weights without gradients, in the same units.
         """
         self._state, self._num_units, self._used = state, state.table.num_units, used
+        self.num_layers = self._num_units - 2
         self.home = next(iter(state.named.values())).device
         """Where the whole weights were."""
         self._dtype: torch.dtype | None = None
@@ -70,7 +71,7 @@ class LayerGather:
         """
         self.wait()
         self._started = (rounds, num_kept, shards)
-        state, num_layers, self.holds_shards = self._state, self._num_units - 2, shards is not None
+        state, num_layers, self.holds_shards = self._state, self.num_layers, shards is not None
         if shards is None:
             last = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers)
             shards, self._rounds = [last if num_kept else None] * state.world.size, rounds
@@ -207,6 +208,11 @@ class LayerGather:
                         part.weights = None  # freed when nobody refers to it any more
             self.start(rounds, num_kept=num_kept, shards=shards)
 
+    def adopt_frozen(self, names: Collection[str]) -> None:
+        """Take this rank's share of frozen parameters that are gathered and were changed equally on every rank."""
+        for shares in self._parts.keys() - {self._state}:
+            shares.adopt_some(names)
+
     def restore(self) -> None:
         """Leave every rank all weights, where they were, in their own storage; one unit is on the device at a time."""
         self.start(())
@@ -293,7 +299,7 @@ class LayerGather:
 
     @property
     def _all_layers(self) -> WeightShard:
-        return WeightShard(first=0, end=self._num_units - 2, num_layers=self._num_units - 2)
+        return WeightShard(first=0, end=self.num_layers, num_layers=self.num_layers)
 
     def _find_routes(self, shards: Sequence[WeightShard | None]) -> None:
         """Let parts go to those ranks that compute with them."""

@@ -7,11 +7,12 @@ first rank's gives the checkpoint its name when all have finished.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -138,8 +139,12 @@ class CheckpointSaver:
         self._group = self._group or HostGroup(self._state.world.timeout)
         return self._group
 
-    def save(self, extra: dict[str, Any], *, wait: bool) -> None:
+    def save(
+        self, extra: dict[str, Any], *, wait: bool, beside: Mapping[str, ShardContent] = MappingProxyType({})
+    ) -> None:
         """Begin a checkpoint after ``extra["step"]`` steps, when the one before is complete; ``wait``: until this is.
+
+        ``beside``: this rank's part of what the checkpoint has beside the state, by name.
 
         Raises:
             LengthwiseError: as :meth:`wait`.
@@ -147,7 +152,7 @@ class CheckpointSaver:
         self.wait()
         group = self.connect()
         self.step = extra["step"]
-        shares, document = contents(self._state), {**_description(self._state), **extra}
+        shares, document = {**contents(self._state), **beside}, {**_description(self._state), **extra}
         self._thread = Thread(target=self._run, args=(group, shares, document), name="checkpoint", daemon=True)
         self._thread.start()
         if wait:

@@ -1,6 +1,6 @@
 """Weights of which every rank owns a share, and the routes by which they come to the ranks that compute with them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,17 @@ class ShardedWeights:
     def adopt(self) -> None:
         """Take this rank's share from the parameters, which are whole."""
         self.master = self._owned_values(self._present_value)
+
+    def adopt_some(self, names: Collection[str]) -> None:
+        """Take this rank's share of the parameters with these names, which are whole, as others need not be."""
+        filled = 0
+        for start, end in self.owned_layout.intervals[self.world.rank]:
+            for name, (first, last) in self.table.intervals.items():
+                size, begin = min(end, last) - max(start, first), max(start, first) - first
+                if size > 0 and name in names:
+                    share = self._present_value(name).flatten()[begin : begin + size]
+                    self.master[filled : filled + size] = share.to(self.compute_dtype)
+                filled += max(0, size)
 
     def share(self, place: slice) -> Tensor:
         """The values of a slice of this rank's share on the device, in the parameters' dtype."""

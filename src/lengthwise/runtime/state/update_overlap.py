@@ -7,9 +7,11 @@ for the weights that its next position uses. Positions are those of
 such as of a loss that reads weights outside of the forward, is noticed, and then all ranks push again.
 """
 
+import atexit
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -139,3 +141,14 @@ class UpdateOverlap:
     def _push(self, position: int, *, is_last: bool) -> None:
         if self._first_final:
             self._state.complete(self._first_final[position], is_last=is_last and self._pushes)
+
+
+def finish_at_exit(state: ShardedState) -> None:
+    """Wait for the weights of the last update before a program ends, for others wait for this rank's share of them."""
+    atexit.register(_finish_pull, weakref.ref(state))
+
+
+def _finish_pull(state: Callable[[], ShardedState | None]) -> None:
+    if (present := state()) is not None:
+        with suppress(Exception):  # what ended the program has been said
+            present.finish_pull()

@@ -5,11 +5,17 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
 Memo = dict[int, Any]
 """What :func:`copy.deepcopy` has copied so far."""
+_NOT_TRACED = (
+    "a prepared model is not traced: leave torch.compile out around it (or fullgraph=True), and let "
+    "prepare(..., compile=True) compile its layers"
+)
+"""What torch says where compiled code calls a prepared model and may have no break for it."""
 
 
 class PreparedForward:
@@ -29,6 +35,7 @@ class PreparedForward:
         self.__wrapped__ = self.original  # signatures are those of the original
         module.forward = self
 
+    @torch.compiler.disable(reason=_NOT_TRACED)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replacement."""
         return self._answer(*args, **kwargs)

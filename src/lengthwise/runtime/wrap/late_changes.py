@@ -1,4 +1,5 @@
-"""What a loop changes of a model after ``prepare`` has compared packs with it: hooks, and forwards that are replaced.
+"""What a loop changes of a model after ``prepare`` has compared packs with it: hooks, and forwards that are replaced or
+compiled.
 
 Hooks that only look are let through. One that changes what a module takes or gives, which might mix the tokens of a
 pack, and one on gradients that is not linear, which is called with a part of a step's gradient, are refused; so is one
@@ -8,6 +9,7 @@ on gradients of a module that mixes tokens.
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.gradient_changes import has_hook_after_accumulation, is_ours
 
 Hook = Callable[..., Any]
@@ -37,6 +40,7 @@ class LateChanges:
         self._compared = {id(hooks[key]): hooks[key] for _, hooks, key in every}
         """Hooks that packs were compared with; they are kept, so that no other gets their id."""
         self._forwards = {name: _forwards_of(module) for name, module in model.named_modules()}
+        self._compiled = {part for part, _ in _compiled_parts(model)}
         self._num_registered, self._step = RemovableHandle.next_id, -1
         self._is_muted = False
 
@@ -45,7 +49,7 @@ class LateChanges:
         """Within, new hooks are not called: the model is compared, and what they count or record is of training alone.
 
         Raises:
-            InputError: a forward was replaced.
+            InputError: a forward was replaced or compiled.
         """
         self.check(step)
         self._is_muted = True
@@ -55,9 +59,10 @@ class LateChanges:
             self._is_muted = False
 
     def check(self, step: int) -> None:
-        """Watch what new hooks return; once a step, raise ``InputError`` if a forward was replaced."""
+        """Watch what new hooks return; once a step, raise ``InputError`` if a forward was replaced or compiled."""
         if step != self._step:
             self._step = step
+            self._check_compiled()
             self._check_forwards()
         if RemovableHandle.next_id != self._num_registered:
             self._num_registered = RemovableHandle.next_id
@@ -92,6 +97,14 @@ class LateChanges:
             )
 
         return watched
+
+    def _check_compiled(self) -> None:
+        for part, name in _compiled_parts(self._model):
+            if part not in self._compiled:
+                raise InputError(
+                    f"{name} was compiled after prepare, and compiled code does not ask which tokens of a pack belong "
+                    "together; leave torch.compile out, and let prepare(..., compile=True) compile the layers"
+                )
 
     def _check_forwards(self) -> None:
         for name, module in self._model.named_modules():
@@ -176,6 +189,17 @@ def _is_given(result: Any, args: tuple[Any, ...]) -> bool:
 
 def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
     return vars(module).get("forward"), type(module).forward
+
+
+def _compiled_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """What torch.compile gave for modules and their methods: a name of each, and what an error calls it."""
+    for path, module in model.named_modules():
+        name = path or type(module).__name__
+        if is_compiled(module) or module._compiled_call_impl is not None:
+            yield f"{path}.", name
+        for key, value in vars(module).items():
+            if isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value):
+                yield f"{path}.{key}", f"{key} of {name}"
 
 
 def _is_replaced(before: Any, now: Any) -> bool:

@@ -292,10 +292,11 @@ class HookedLayers:
         context = self.context
         if shard.keep_attention or (context is not None and layer is not None):
             context = selective_contexts(layer)
+        which = number, self._modules[number]
         if layer is None:
-            return checkpoint_layer(forward, again, shard, context, args, kwargs)
+            return checkpoint_layer(forward, again, shard, context, args, kwargs, layer=which)
         first, second = by_position(forward, tuple(kwargs)), by_position(again, tuple(kwargs))
-        return checkpoint_layer(first, second, shard, context, (*args, *kwargs.values()), {})
+        return checkpoint_layer(first, second, shard, context, (*args, *kwargs.values()), {}, layer=which)
 
 
 def _with_gradient(

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.recompute_layers import naming_recomputed
 
 Ignoring = Callable[[frozenset[int] | None], AbstractContextManager[Any]]
 """What a backward runs within, given the identities of parameters whose gradients in it do not count; None: of all."""
@@ -66,7 +67,8 @@ def backward(
     """
     begins, weights = _begins(terms, shard, scale)
     if begins:
-        with ignoring(frozenset() if shard is None else _reached_by_zeros_alone(terms, shard)):
+        reached = frozenset() if shard is None else _reached_by_zeros_alone(terms, shard)
+        with ignoring(reached), naming_recomputed():
             torch.autograd.backward(begins, weights)
 
 

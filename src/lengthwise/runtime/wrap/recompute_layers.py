@@ -1,13 +1,15 @@
 """Activation checkpointing of layers, full or selective, and ``recompute`` for models that call layers themselves."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
+    CheckpointError,
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -57,7 +59,7 @@ def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if number >= len(shard.recompute) or not shard.is_recomputed(number):
             return layer(*args, **kwargs)
         call = by_position(layer, tuple(kwargs))
-        return checkpoint_layer(call, call, shard, None, (*args, *kwargs.values()), {})
+        return checkpoint_layer(call, call, shard, None, (*args, *kwargs.values()), {}, layer=(number, layer))
 
 
 class _NamedArguments:
@@ -105,11 +107,15 @@ def checkpoint_layer(
     context: Callable[[], Any] | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    layer: tuple[int, Any],
 ) -> Any:
     """Compute ``first`` under activation checkpointing; the backward calls ``second`` with the same arguments.
 
     The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
+    ``layer``: its number, and itself.
     """
+    flags = _flags_of(layer[1])
     begun, around, is_second = shard.counts.copy(), shard.around_second_forward, False
     named = _NamedArguments(shard, kwargs)  # torch looks at those by position
 
@@ -121,6 +127,7 @@ def checkpoint_layer(
             named.note()
             return output
         kwargs = kwargs | named.as_noted()
+        _last.describe = partial(_described, *layer, flags)
         after, shard.counts = shard.counts, begun.copy()
         try:
             with shards.active(shard), around():
@@ -134,3 +141,51 @@ def checkpoint_layer(
             forward, *args, use_reentrant=False, preserve_rng_state=shard.preserves_rng, determinism_check="default",
             **options, **kwargs,
         )  # fmt: skip
+
+
+class _LastRecomputed:
+    """The layer that a backward computed again last, whichever thread that was in."""
+
+    describe: Callable[[], str] | None = None
+    """Says how it differs from its forward."""
+
+
+_last = _LastRecomputed()
+
+
+@contextmanager
+def naming_recomputed() -> Iterator[None]:
+    """Within a backward, name the layer that keeps other tensors when it is computed again than in its forward.
+
+    Raises:
+        CheckError: there is one.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if _last.describe is None:
+            raise
+        raise CheckError(
+            f"{_last.describe()}; leave what a layer computes with as it is from its forward to the end of "
+            "step.backward(...), or use recompute='none' in prepare(...)"
+        ) from error
+    finally:
+        _last.describe = None
+
+
+def _flags_of(layer: Any) -> dict[str, bool]:
+    """What commonly changes between a forward and its backward, by name: which weights are trained, training modes."""
+    if not isinstance(layer, nn.Module):
+        return {}
+    trained = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in layer.named_parameters()}
+    return trained | {f"{name}.training".lstrip("."): module.training for name, module in layer.named_modules()}
+
+
+def _described(number: int, layer: Any, before: dict[str, bool]) -> str:
+    """What differs between two forwards of a layer, in words; ``before``: its flags in the first."""
+    what = f"layer {number}" + (f" ({type(layer).__name__})" if isinstance(layer, nn.Module) else "")
+    now = _flags_of(layer)
+    changed = [f"its {name} was {flag} and is {now[name]}" for name, flag in before.items() if now.get(name) != flag]
+    more = f", and {len(changed) - 1} further flags have changed" if len(changed) > 1 else ""
+    why = changed[0] + more if changed else "something that it computes with has changed, such as a flag or a global"
+    return f"{what} does not compute in the backward, where it is recomputed, what it computed in its forward: {why}"
