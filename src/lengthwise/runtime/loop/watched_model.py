@@ -40,6 +40,8 @@ class WatchedModel(PreparedModel):
     changes_of_items: Callable[[Iterable[SequenceColumns]], dict[str, str]] | None = None
     """What items have that packs are to be compared with again, in words, by name; None: nobody looks."""
     next_step: int
+    meets_after_steps = False
+    """Whether ranks wait for each other after the last step, too, as for what callbacks ask for."""
 
     def __init__(
         self,
