@@ -66,7 +66,7 @@ def meeting_before_gathers(trainer: MeetingTrainer) -> Iterator[None]:
 
 
 class _Meetings:
-    """Those before calls of which some make others."""
+    """Meetings before calls of which some make others."""
 
     def __init__(self, trainer: MeetingTrainer) -> None:
         self._trainer, self._is_within = trainer, False
