@@ -8,12 +8,17 @@ ranks meet before each of those.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import transformers
 
-from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
+from lengthwise.runtime.loop.call_order import RankOperation
 from lengthwise.runtime.loop.run import Run
+
+try:
+    from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+except ImportError as error:
+    raise ImportError(f"lengthwise.Trainer needs accelerate ({error}): pip install 'lengthwise[hf]'") from error
 
 _GATHERING = ("gather", "gather_for_metrics", "pad_across_processes", "reduce", "wait_for_everyone")
 """Methods by which accelerate communicates."""
@@ -38,13 +43,9 @@ class MeetingTrainer(transformers.Trainer):
 
 
 def meet(trainer: MeetingTrainer, operation: RankOperation) -> None:
-    """Wait until all ranks are at ``operation``, if several train.
-
-    Raises:
-        CheckError: a rank has left the training, or is at another operation; the message says which, where and why.
-    """
-    if (run := trainer.run) is not None and run.world.size > 1:
-        sync_ranks(run.world, operation, run.next_step).check_same()
+    """Wait until all ranks are at ``operation``, while they train, or raise as :meth:`Run.meet` does."""
+    if trainer.run is not None:
+        trainer.run.meet(operation)
 
 
 @contextmanager
@@ -63,6 +64,33 @@ def meeting_before_gathers(trainer: MeetingTrainer) -> Iterator[None]:
             if name in before:
                 setattr(accelerator, name, before[name])
         trainer.gather_function = gather_function
+
+
+@contextmanager
+def stopping_at_bad_reads(loader: Any) -> Iterator[None]:
+    """Let an error of the first rank, where it reads a stream for all, end the batches of all before it is raised."""
+    errors = list[Exception]()
+    if (fetch := getattr(loader, "_fetch_batches", None)) is not None:  # a DataLoaderDispatcher
+
+        def fetch_or_stop(iterator: Any) -> tuple[Any, list[Any]]:
+            try:
+                return cast(tuple[Any, list[Any]], fetch(iterator))
+            except Exception as error:
+                errors.append(error)
+            has_remainder = not (loader.split_batches or loader._drop_last)
+            for _ in range(has_remainder + (not loader._stop_iteration)):
+                broadcast_object_list([None, True])
+            loader._stop_iteration = True
+            return None, [None, True]
+
+        loader._fetch_batches = fetch_or_stop
+    try:
+        yield
+    finally:
+        if fetch is not None:
+            del loader._fetch_batches
+        if errors:
+            raise errors[0]
 
 
 class _Meetings:

@@ -37,7 +37,7 @@ from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_evaluation import EvaluatedBatches, begin_best_anew
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
 from lengthwise.integrations.hf_losses_of_steps import StepLosses
-from lengthwise.integrations.hf_meetings import MeetingTrainer, meet, meeting_before_gathers
+from lengthwise.integrations.hf_meetings import MeetingTrainer, meet, meeting_before_gathers, stopping_at_bad_reads
 from lengthwise.integrations.hf_overrides import is_overridden
 from lengthwise.integrations.hf_schedule import Schedule
 from lengthwise.integrations.hf_training_args import (
@@ -362,7 +362,7 @@ class Trainer(MeetingTrainer):
             self.accelerator._models.append(self.model)
         self._evaluated = EvaluatedBatches(self, dataloader, ours=Trainer)
         meet(self, RankOperation.GATHER)  # loaders communicate where they begin
-        with self._prepared_for_evaluation(), self._evaluated.as_on_one_process():
+        with self._prepared_for_evaluation(), self._evaluated.as_on_one_process(), stopping_at_bad_reads(dataloader):
             return super().evaluation_loop(dataloader, *args, **options)
 
     def prediction_step(self, *args: Any, **options: Any) -> tuple[Any, Any, Any]:

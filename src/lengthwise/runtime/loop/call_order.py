@@ -57,7 +57,7 @@ class RankOperation(IntEnum):
             RankOperation.CLOSE: "run.close()",
             RankOperation.COMPARE: "run.compare()",
             RankOperation.CALLBACKS: "end of the callbacks",
-            RankOperation.GATHER: "gathering of an evaluation",
+            RankOperation.GATHER: "gathering of values",
             RankOperation.WRITE: "save of the model",
         }
         return (calls | method).get(self, "run.resume()")
@@ -77,7 +77,7 @@ class RankOperation(IntEnum):
             RankOperation.CLOSE: f"called run.close() in step {step}",
             RankOperation.COMPARE: f"called run.compare() before step {step}",
             RankOperation.CALLBACKS: f"ended its callbacks before step {step}",
-            RankOperation.GATHER: f"gathered values of an evaluation before step {step}",
+            RankOperation.GATHER: f"gathered values before step {step}",
             RankOperation.WRITE: f"saved the model before step {step}",
         }[self]
 
