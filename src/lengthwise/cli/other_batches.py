@@ -27,8 +27,7 @@ def named_settings(error: OtherBatchesError, config: Config, folder: RunFolder) 
     words = ", ".join(f"{name} is {_word(now.get(name))} and was {_word(before.get(name))}" for name in changed)
     return InputError(
         f"{words} when the run in {shown(folder.path)} began; what decides which sequences are trained, and in which "
-        f"order, stays for the whole run: resume without the change, or start another "
-        "run"
+        "order, stays for the whole run: resume without the change, or start another run"
     )
 
 

@@ -76,6 +76,8 @@ def stopping_at_bad_reads(loader: Any) -> Iterator[None]:
             try:
                 return cast(tuple[Any, list[Any]], fetch(iterator))
             except Exception as error:
+                if loader.state.process_index:
+                    raise  # a broadcast failed: only the first rank reads
                 errors.append(error)
             has_remainder = not (loader.split_batches or loader._drop_last)
             for _ in range(has_remainder + (not loader._stop_iteration)):
