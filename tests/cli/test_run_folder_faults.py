@@ -237,8 +237,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.tokens_per_step=77", "data.tokens_per_step: .* in the state, 77 here"),
-        ("data.order=sorted", "data.order: 'shuffled' in the state, 'sorted' here"),
+        ("data.tokens_per_step=77", r"data\.tokens_per_step is 77 and was \d+ when the run in .* began"),
+        ("data.order=sorted", r"error: data\.order is sorted and was shuffled when"),
+        (
+            "data.validation_share=0.4",
+            r"error: data\.validation_share is 0\.4 and was not set when.* without the change",
+        ),
+        ("seed=5", r"error: seed is 5 and was 0 when the run"),
         ("optim.name=sgd", "holds the state of adamw, this run has optim.name=sgd"),
     ],
 )

@@ -410,3 +410,19 @@ def drawn_on_rank():
     with pytest.raises(InputError) as error:
         SampledOrder(items, num_items=5, device=torch.device("cpu"))(0)
     return str(error.value)
+
+
+def test_a_training_of_no_steps_evaluates_and_leaves_the_model(tmp_path):
+    events = []
+    trainer = trainers.train(
+        tmp_path, {"max_steps": 0, "eval_on_start": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+        callbacks=[lambda: trainers.Callbacks.notes(events)], eval_dataset=trainers.dataset(3),
+    )  # fmt: skip
+    assert_equal_weights(trainers.weights_of(trainer.model), trainers.weights_of(trainers.gpt2()))
+    names = [event[0] for event in events if event[0] != "on_prediction_step"]
+    assert names == ["on_init_end", "on_train_begin", "on_log", "on_evaluate", "on_log", "on_train_end"]
+    log = trainer.state.log_history
+    assert (trainer.state.global_step, trainer.state.max_steps, log[-1]["train_loss"]) == (0, 0, 0.0)
+    assert trainer.evaluate()["eval_loss"] == log[0]["eval_loss"]
+    trainer.save_model(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()

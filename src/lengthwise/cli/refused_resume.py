@@ -4,12 +4,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from lengthwise.cli.claim import another_run_holds
+from lengthwise.cli.other_batches import named_settings
 from lengthwise.cli.restart import FAILED, read_status
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, STATUS, RunFolder
-from lengthwise.data.sampler import Sampler
+from lengthwise.data.sampler import OtherBatchesError, Sampler
 from lengthwise.runtime.state.checkpoint_files import candidates, check_optimizer, latest, read_state
 
 
@@ -27,7 +28,10 @@ def check_settings(config: Config, sampler: Sampler, folder: RunFolder) -> None:
     state = document["sampler"]
     forms_batches = "held" in state
     if forms_batches == config.plan.form_batches:
-        sampler.load_state_dict(state["stream"] if forms_batches else state)
+        try:
+            sampler.load_state_dict(state["stream"] if forms_batches else state)
+        except OtherBatchesError as error:
+            raise named_settings(error, config, folder) from None
 
 
 def check_paths(config: Config, folder: RunFolder) -> None:

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli.claim import another_run_holds, loss_in_words
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
+from lengthwise.cli.other_batches import named_settings
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.config.run_config import Config, load_saved
 from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shell_word, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import STATUS, RunFolder
 from lengthwise.core.wording import counted
+from lengthwise.data.sampler import OtherBatchesError
 from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 from lengthwise.runtime.state.damaged_checkpoint import DamagedCheckpoint
 
@@ -253,7 +255,7 @@ class ResumePoint:
             sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
         problem = ""
         for path, older in zip(paths, [*paths[1:], None]):
-            error = _try(trainer, path, world)
+            error = _try(trainer, path, world, self.folder)
             if error is None:
                 if problem and world.is_first:
                     sys.stderr.write(f"warning: {problem}. Going on from an older one: {path}\n")
@@ -316,13 +318,15 @@ def _left_alone(trainer: "TrainingLoop") -> str:
     )
 
 
-def _try(trainer: "TrainingLoop", path: Path, world: "DistContext") -> InputError | None:
+def _try(trainer: "TrainingLoop", path: Path, world: "DistContext", folder: RunFolder) -> InputError | None:
     """Resume from ``path``; the error that any rank met, the same on all of them."""
     from lengthwise.runtime.comm.objects import gather_json
 
     refusal = None
     try:
         trainer.resume(path)
+    except OtherBatchesError as error:
+        refusal = str(named_settings(error, trainer.config, folder)), ""
     except InputError as error:
         refusal = str(error), error.problem if isinstance(error, DamagedCheckpoint) else ""
     first = next((words for words in gather_json(world, refusal) if words is not None), None)

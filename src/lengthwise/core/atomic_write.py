@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.wording import bytes_in_words, needed_and_available
 
 _DISK = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
@@ -30,7 +31,23 @@ def shown(path: Path | str) -> str:
 
 def shell_word(path: Path | str) -> str:
     """A path as one word of a command that a message gives to be copied."""
-    return shlex.quote(shown(path))
+    return shell_quoted(str(path)) if len(str(path)) <= 1000 else shlex.quote(shown(path))
+
+
+def shell_quoted(text: str) -> str:
+    """Quote ``text`` as one word for a shell, on one line; what is not printable is named by its bytes."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(char: str) -> str:
+    if char in "'\\":
+        return f"\\{char}"
+    if char.isprintable():
+        return char
+    as_byte = "surrogateescape" if 0xDC80 <= ord(char) <= 0xDCFF else "surrogatepass"
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", as_byte))
 
 
 def reason(error: OSError) -> str:
@@ -42,6 +59,26 @@ def reason(error: OSError) -> str:
 def is_of_disk(error: BaseException | None) -> bool:
     """Whether a file or a disk is to blame, and not a connection."""
     return isinstance(error, OSError) and error.errno in _DISK
+
+
+def space_left(folder: Path, why: str, *, needed_bytes: int) -> str:
+    """What is needed and what is free where ``why`` says that a disk or a quota is full; an empty string: it does not.
+
+    ``folder``: where so many bytes were to be written, or one that is to be made.
+    """
+    is_quota = os.strerror(errno.EDQUOT) in why
+    if not (is_quota or os.strerror(errno.ENOSPC) in why):
+        return ""
+    needed = bytes_in_words(needed_bytes)
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f": it takes {needed}, and what is free cannot be told ({reason(error)})"
+    if (free := bytes_in_words(free_bytes)) == needed:
+        needed, free = needed_and_available(needed_bytes, free_bytes)
+    return f": it takes {needed}, and the disk has {free} free" + (", or less by a quota" if is_quota else "")
 
 
 def full_disk_behind(error: BaseException) -> OSError | None:

@@ -8,7 +8,6 @@ same machine the process id and its start time tell, on others a lock that has n
 import json
 import os
 import platform
-import shlex
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lengthwise.core.atomic_write import shell_quoted
 from lengthwise.core.errors import InputError
 
 BEAT_S = 5.0
@@ -60,7 +60,7 @@ class Holder:
             machine=_machine(),
             pid=os.getpid(),
             started=_start_time(os.getpid()),
-            command=shlex.join(sys.argv)[:200],
+            command=" ".join(map(shell_quoted, sys.argv))[:200],
             since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         )
 

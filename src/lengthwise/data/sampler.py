@@ -22,6 +22,10 @@ _SETTINGS = {
 """What of a sampler's identity is a setting of its own."""
 
 
+class OtherBatchesError(InputError):
+    """A state of a sampler of other sequences, or of another order of them."""
+
+
 def batch_of(lengths: LengthIndex, ids: np.ndarray, *, step: int, objective: str) -> GlobalBatch:
     """The global batch of the sequences of these ``ids``, with what is known of their lengths."""
     targets, attention_lengths = lengths.targets, lengths.attention_lengths
@@ -152,7 +156,8 @@ class Sampler:
         """Go on exactly where the sampler that gave ``state`` was.
 
         Raises:
-            InputError: the state is of another corpus, seed, budget or version; every difference is named.
+            OtherBatchesError: the state is of another corpus, seed, budget or version; every difference is named.
+            InputError: it is damaged.
         """
         expected = _flat({"schema_version": _SCHEMA_VERSION, **self._identity})
         saved = _flat({name: value for name, value in state.items() if name not in _PLACE})
@@ -163,12 +168,12 @@ class Sampler:
         ]
         if wrong:
             if saved.get("digest") != expected["digest"] and "digest" in saved:
-                raise InputError(
+                raise OtherBatchesError(
                     "the sequences are others than those that the run began with, or in another order (digest "
                     f"{saved['digest']} in the state, {expected['digest']} here); resume with the same data: the same "
                     "index, or the same items, labels and options that say what becomes of long ones"
                 )
-            raise InputError(
+            raise OtherBatchesError(
                 f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings, of which "
                 "none that says what comes when can be changed"
             )

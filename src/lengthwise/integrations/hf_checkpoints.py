@@ -107,7 +107,9 @@ def _newest_beside(folder: str, is_good: Callable[[Path], bool]) -> str | None:
     numbered = [path for path in others if path.name.removeprefix(_PREFIX).isdigit()]
     for path in sorted(numbered, key=lambda path: int(path.name.removeprefix(_PREFIX)), reverse=True):
         if is_good(path):
-            return f'resume_from_checkpoint="{path}"'
+            text = str(path)
+            is_plain = text.isprintable() and not {'"', "\\"} & set(text)
+            return "resume_from_checkpoint=" + (f'"{text}"' if is_plain else repr(text))
     return None
 
 

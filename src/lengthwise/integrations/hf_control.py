@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.loop.call_order import RankOperation, bits_of, float_of, sync_ranks
 
 _ACTS = ("should_log", "should_evaluate", "should_save")
 """In the order in which transformers heeds them; callbacks of each may ask for the next."""
@@ -48,21 +46,24 @@ def agree(trainer: Any, *, num_accumulated: int) -> None:
 
     Raises:
         InputError: a callback has changed what cannot change, or not on every rank.
+        CheckError: a rank has left the training, as by an error of a callback.
     """
-    control, args = trainer.control, trainer.args
-    flags = [float(getattr(control, name)) for name in _FLAGS]
-    has_other_batches = float(args.gradient_accumulation_steps != num_accumulated)
-    row = torch.tensor([*flags, has_other_batches, trainer.run.clip_norm], dtype=torch.float64, device=args.device)
-    *columns, others, norms = gather_rows(row).T.tolist()
-    for name, column in zip(_FLAGS, columns):
-        setattr(control, name, any(column))
+    control, run = trainer.control, trainer.run
+    flags = [int(getattr(control, name)) for name in _FLAGS]
+    has_other_batches = trainer.args.gradient_accumulation_steps != num_accumulated
+    values = [*flags, int(has_other_batches), bits_of(run.clip_norm)]
+    reports = sync_ranks(run.world, RankOperation.CALLBACKS, run.next_step, values=values)
+    reports.check_same()
+    for number, name in enumerate(_FLAGS):
+        setattr(control, name, any(reports.column(number)))
+    others, norms = (reports.column(len(_FLAGS) + number) for number in range(2))
     if any(others):
         raise InputError(
             "a callback has set gradient_accumulation_steps, and the sequences of each step are chosen before "
             f"training; leave it at {num_accumulated}"
         )
     if len(set(norms)) > 1:
-        words = ", ".join(f"{norm:g}" for norm in norms)
+        words = ", ".join(f"{float_of(norm):g}" for norm in norms)
         raise InputError(f"max_grad_norm is {words} on the ranks; a callback has to set the same on every rank")
 
 

@@ -243,10 +243,11 @@ class EpochPlan:
         return math.ceil(self.size / self._options["sequences_per_step"])
 
     def _num_epochs(self) -> int:
-        """Epochs that the training begins; 2 for several, where batches are cut by tokens."""
-        if self._args.max_steps <= 0:
-            return math.ceil(self._args.num_train_epochs)
-        return math.ceil(self._args.max_steps / self._num_batches()) if "sequences_per_step" in self._options else 2
+        """Epochs that the training begins, at least 1; 2 for several, where batches are cut by tokens."""
+        if self._args.max_steps < 0:
+            return max(1, math.ceil(self._args.num_train_epochs))
+        is_counted = "sequences_per_step" in self._options
+        return max(1, math.ceil(self._args.max_steps / self._num_batches())) if is_counted else 2
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 
 from lengthwise.config.choices import PolicyName
-from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.config.setting_names import as_trainer_argument
 from lengthwise.core.errors import InputError, errors_spelt
@@ -38,6 +37,7 @@ from lengthwise.integrations.hf_epochs import EpochBatches, EpochPlan
 from lengthwise.integrations.hf_evaluation import EvaluatedBatches, begin_best_anew
 from lengthwise.integrations.hf_losses import LossOf, function_problem, loss_of_function, smoothed_loss
 from lengthwise.integrations.hf_losses_of_steps import StepLosses
+from lengthwise.integrations.hf_meetings import MeetingTrainer, meet, meeting_before_gathers, stopping_at_bad_reads
 from lengthwise.integrations.hf_overrides import is_overridden
 from lengthwise.integrations.hf_schedule import Schedule
 from lengthwise.integrations.hf_training_args import (
@@ -45,9 +45,12 @@ from lengthwise.integrations.hf_training_args import (
     decay_problem,
     length_limit,
     log_replaced,
+    num_steps_of,
     optimizer_name,
+    optimizer_settings,
     refuse_what_cannot_be_honoured,
 )
+from lengthwise.runtime.loop.call_order import RankOperation
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
@@ -70,7 +73,7 @@ except ImportError as error:
 __all__ = ["Trainer", "TrainerCallback"]
 
 
-class Trainer(transformers.Trainer):
+class Trainer(MeetingTrainer):
     """A drop-in for ``transformers.Trainer``: also takes ``policy`` and other options of :func:`lengthwise.prepare`.
 
     A step has ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` sequences, as there, or
@@ -89,8 +92,6 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """``policy`` and ``lengthwise``: options of :func:`lengthwise.prepare`; all else as in transformers."""
         super().__init__(*args, **options)
-        self.run: Run | None = None
-        """While it trains."""
         self._has_trained = False
         self._evaluated: EvaluatedBatches | None = None
         self._options: dict[str, Any] = {"policy": policy, **(lengthwise or {})}
@@ -126,14 +127,17 @@ class Trainer(transformers.Trainer):
     ) -> TrainOutput:
         self.accelerator.free_memory()
         run, started_s = self._prepare(), time.time()
+        end_step = functools.partial(self._end_step, ignore_keys=ignore_keys_for_eval, started_s=started_s)
+        run.meets_after_steps = True
         try:
-            self._begin(run, resume_from_checkpoint)
-            with self._prepared_for_evaluation():
-                self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-                if self.args.eval_on_start:
-                    self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
-            agree(self, num_accumulated=self._num_accumulated)
-            self._loop(run, functools.partial(self._end_step, ignore_keys=ignore_keys_for_eval, started_s=started_s))
+            with meeting_before_gathers(self):
+                self._begin(run, resume_from_checkpoint)
+                with self._prepared_for_evaluation():
+                    self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                    if self.args.eval_on_start:
+                        self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+                agree(self, num_accumulated=self._num_accumulated)
+                self._loop(run, end_step)
         finally:
             self.run = self.optimizer = self.lr_scheduler = None
             run.close()
@@ -187,7 +191,7 @@ class Trainer(transformers.Trainer):
             make_stream=epochs.make_stream,
         )
         options = {
-            "optimizer": self._optimizer(weight_decay),
+            "optimizer": optimizer_settings(args, weight_decay=weight_decay),
             **length_limit(args),
             **options,
             "lr": lambda step: self._schedule.rate(),
@@ -230,11 +234,9 @@ class Trainer(transformers.Trainer):
     def _num_samples(self) -> float:
         """Sequences of the whole training, as transformers counts them for its speeds."""
         args, data = self.args, cast(Any, self.train_dataset)
-        return (
-            args.max_steps * self.get_total_train_batch_size(args)
-            if args.max_steps > 0
-            else len(data) * args.num_train_epochs
-        )
+        if args.max_steps < 0:
+            return float(len(data) * args.num_train_epochs)
+        return args.max_steps * self.get_total_train_batch_size(args)
 
     def _predicts_next_tokens(self) -> bool:
         model = base_model(self.model)
@@ -242,21 +244,10 @@ class Trainer(transformers.Trainer):
             return True
         return self._loss_shifts_labels or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
-    def _optimizer(self, weight_decay: float) -> OptimizerSettings:
-        args = self.args
-        return OptimizerSettings(
-            name=optimizer_name(args),
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            momentum=0.0,
-            weight_decay=weight_decay,
-        )
-
     def _begin(self, run: Run, checkpoint: str | None) -> None:
         """States, schedule and counters as transformers' loop has them before its first step."""
         args, per_epoch = self.args, run.num_steps  # it was prepared for one epoch
-        max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        run.num_steps = max_steps
+        run.num_steps = max_steps = num_steps_of(args, per_epoch=per_epoch)
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
         if checkpoint is not None:
             resume_run(run, checkpoint, step=self.state.global_step)
@@ -370,7 +361,8 @@ class Trainer(transformers.Trainer):
         if self.model not in self.accelerator._models:  # accelerate would wrap the forward; autocast is ours
             self.accelerator._models.append(self.model)
         self._evaluated = EvaluatedBatches(self, dataloader, ours=Trainer)
-        with self._prepared_for_evaluation(), self._evaluated.as_on_one_process():
+        meet(self, RankOperation.GATHER)  # loaders communicate where they begin
+        with self._prepared_for_evaluation(), self._evaluated.as_on_one_process(), stopping_at_bad_reads(dataloader):
             return super().evaluation_loop(dataloader, *args, **options)
 
     def prediction_step(self, *args: Any, **options: Any) -> tuple[Any, Any, Any]:

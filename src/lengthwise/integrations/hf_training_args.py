@@ -1,6 +1,7 @@
 """What of transformers' Trainer is honoured or replaced by ours; the rest is refused by name with the reason."""
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_evaluation import evaluation_problem
 from lengthwise.integrations.hf_overrides import override_problems
@@ -205,6 +207,22 @@ def length_limit(args: Any) -> dict[str, Any]:
 def optimizer_name(args: Any) -> str:
     """What the optimizer is called here."""
     return _OPTIMIZERS[_plain(args.optim)]
+
+
+def optimizer_settings(args: Any, *, weight_decay: float) -> OptimizerSettings:
+    """The optimizer that arguments ask for, with a decay of its own."""
+    return OptimizerSettings(
+        name=optimizer_name(args),
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        momentum=0.0,
+        weight_decay=weight_decay,
+    )
+
+
+def num_steps_of(args: Any, *, per_epoch: int) -> int:
+    """Steps of a training whose epochs have ``per_epoch``; a negative ``max_steps`` is none."""
+    return int(args.max_steps if args.max_steps >= 0 else math.ceil(args.num_train_epochs * per_epoch))
 
 
 def _plain(value: Any) -> Any:

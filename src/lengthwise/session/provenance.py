@@ -1,7 +1,6 @@
 """Where a run's numbers come from: version, commit, date, machine, software, command line and folder of each start."""
 
 import platform
-import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.atomic_write import shell_quoted
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.version import __version__
@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
     """Where the numbers of this process come from: date, command, software and host."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["lengthwise", *sys.argv[1:]]),
+        "command": " ".join(map(shell_quoted, ["lengthwise", *sys.argv[1:]])),
         "lengthwise_version": __version__,
         "commit": _commit(Path(__file__).resolve().parent),
         "python_version": platform.python_version(),

@@ -1,6 +1,7 @@
 """A run that is closed before its end leaves nobody waiting, and nothing in the next run of its processes."""
 
 import re
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -92,21 +93,27 @@ def close_on_first(place, by_layer):
     return str(error.value)
 
 
-def test_a_rank_that_closes_the_run_by_an_error_after_an_update_is_named(ranks):
-    heard = ranks(2).run(close_after_update)[1]
+@pytest.mark.parametrize("call", ["run.steps()", "run.plain()", "run.frozen(model)"])
+def test_a_rank_that_closes_the_run_by_an_error_after_an_update_is_named(ranks, call):
+    heard = ranks(2).run(close_after_update, call)[1]
     assert heard.startswith("step 1: rank 0 closed the run between two steps (TroubleError: a bug)")
 
 
-def close_after_update():
-    run = make_run(model_of(), degree=1)
+def close_after_update(call):
+    run = make_run(model_of(), degree=1, by_layer=call == "run.plain()")
     steps = run.steps()
     step = next(steps)
     for micro_batch in step:
         step.backward(run.model(**micro_batch.inputs)[1])
     step.update()
     if not run.world.is_first:
-        with pytest.raises(CheckError) as error:
-            next(steps)
+        with pytest.raises(CheckError) as error, ExitStack() as stack:
+            if call == "run.plain()":
+                stack.enter_context(run.plain())
+            elif call == "run.frozen(model)":
+                run.frozen(model_of())
+            else:
+                next(steps)
         run.close()
         return str(error.value)
     try:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lengthwise.core.errors import CommunicationError, LengthwiseError
+from lengthwise.core.wording import bytes_in_words
 from lengthwise.runtime.state import checkpoint, checkpoint_files, saver
 from lengthwise.runtime.state.saver import CheckpointSaver
 from tests.runtime.state.saved import OPTIMIZERS, assert_same_tensors, loaded, name_of, train, trained, whole_contents
@@ -139,6 +140,10 @@ def _check_failure(path, rank, where):
         ) as told:
             writer.wait()
     assert "complete ones are as they were" in str(told.value)
+    num_bytes = sum(tensor.nbytes for tensor in whole_contents(state).values())
+    assert f"): it takes {bytes_in_words(num_bytes)}, and the disk has " in str(
+        told.value
+    ) and " free; complete ones" in str(told.value)
     assert isinstance(told.value.__cause__, OSError)
     assert not writer.has_failed
     assert [item.name for item in checkpoint.candidates(folder)] == ["step_00000002"]

@@ -39,6 +39,9 @@ class RankOperation(IntEnum):
     COUPLE = 9
     CLOSE = 10
     COMPARE = 11
+    CALLBACKS = 12
+    GATHER = 13
+    WRITE = 14
 
     @property
     def call(self) -> str:
@@ -53,6 +56,9 @@ class RankOperation(IntEnum):
             RankOperation.COUPLE: "end of the forwards of a step",
             RankOperation.CLOSE: "run.close()",
             RankOperation.COMPARE: "run.compare()",
+            RankOperation.CALLBACKS: "end of the callbacks",
+            RankOperation.GATHER: "gathering of values",
+            RankOperation.WRITE: "save of the model",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -70,6 +76,9 @@ class RankOperation(IntEnum):
             RankOperation.COUPLE: f"computed the forwards of step {step}",
             RankOperation.CLOSE: f"called run.close() in step {step}",
             RankOperation.COMPARE: f"called run.compare() before step {step}",
+            RankOperation.CALLBACKS: f"ended its callbacks before step {step}",
+            RankOperation.GATHER: f"gathered values before step {step}",
+            RankOperation.WRITE: f"saved the model before step {step}",
         }[self]
 
 

@@ -377,7 +377,7 @@ class Run(WatchedModel):
         weights are gathered layer by layer every rank has to call it; if another does not, they are left as shares.
         """
         step, self._step = self._step, None
-        is_together = close_together(self.world, step, next_step=self.next_step, num_steps=self.num_steps)
+        is_together = close_together(self, step)
         self._ahead.close()
         if self._readers is not None:
             self._readers.close()

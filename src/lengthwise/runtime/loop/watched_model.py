@@ -1,9 +1,11 @@
 """A prepared model between updates: what loops did to its weights and gradients, and whether ranks did the same."""
 
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Self
+
+from torch import nn
 
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
@@ -40,6 +42,8 @@ class WatchedModel(PreparedModel):
     changes_of_items: Callable[[Iterable[SequenceColumns]], dict[str, str]] | None = None
     """What items have that packs are to be compared with again, in words, by name; None: nobody looks."""
     next_step: int
+    meets_after_steps = False
+    """Whether ranks wait for each other after the last step, too, as for what callbacks ask for."""
 
     def __init__(
         self,
@@ -151,6 +155,28 @@ class WatchedModel(PreparedModel):
         with nullcontext() if changes is None else changes.muted(self.next_step):
             self.check_again()
         self.settings.note()
+
+    def meet(self, operation: RankOperation = RankOperation.GATHER) -> None:
+        """Wait until all ranks are here, between two steps, before they communicate otherwise.
+
+        Raises:
+            CheckError: a rank has closed the run, or is at another operation; the message says which, where and why.
+        """
+        if self.world.size > 1:
+            sync_ranks(self.world, operation, self.next_step).check_same()
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """Let the model compute as before ``prepare``, as :meth:`PreparedModel.plain` does."""
+        if self.gather is not None and not (self.wrapped_model.is_plain or self.gather.is_begun):
+            self.meet()
+        with super().plain() as model:
+            yield model
+
+    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
+        """Prepare a frozen model as :meth:`PreparedModel.frozen` does."""
+        self.meet()
+        return super().frozen(model, layers=layers, check=check)
 
     def check_open(self, call: str) -> None:
         """Raise ``CheckError`` if the run is closed."""

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from lengthwise.core.atomic_write import full_disk_behind, reason, shown
+from lengthwise.core.atomic_write import full_disk_behind, reason, shown, space_left
 from lengthwise.core.errors import LengthwiseError, Setting
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.version import __version__
@@ -126,6 +126,8 @@ class CheckpointSaver:
         self._group: HostGroup | None = None
         self._thread: Thread | None = None
         self._error: BaseException | None = None
+        self._num_bytes = 0
+        """Of the tensors of the newest checkpoint begun, on all ranks."""
         self.step: int | None = None
         """That of the newest checkpoint begun."""
 
@@ -177,7 +179,8 @@ class CheckpointSaver:
             if is_lost(cause):  # no file is to blame
                 raise explained(f"the checkpoint of step {self.step}", cause) from cause
             raise NotSavedError(
-                f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why})",
+                f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why})"
+                + space_left(self._folder, why, needed_bytes=self._num_bytes),
                 safe=files.outlook(self._folder, is_of_run=not self._makes_parents),
             ) from cause
 
@@ -196,7 +199,8 @@ class CheckpointSaver:
         world, step = self._state.world, document["step"]
         lock = files.lock_of_save(self._folder)
         try:
-            _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
+            safe = files.outlook(self._folder, is_of_run=not self._makes_parents)
+            self._num_bytes = _check_finite(shares, group, step=step, safe=safe)
             document = _with_groups_of_all(document, group)
             place, saved_steps = self._folder.resolve(), self._state.saved_steps
             keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step, steps=saved_steps.get(place))
@@ -238,10 +242,15 @@ def _write(
     _first_does([check_folder, partial(files.publish, unfinished, document, keep=keep)], group, world)
 
 
-def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: int, safe: str) -> None:
-    """Raise ``LengthwiseError`` on all ranks if a weight on any rank is not a finite number."""
+def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: int, safe: str) -> int:
+    """Return the bytes of all ranks' shares.
+
+    Raises:
+        LengthwiseError: on all ranks, if a weight on any rank is not a finite number.
+    """
     wrong = next((name for name, content in shares.items() if _is_broken(name, content)), None)
-    for rank, name in enumerate(group.gather(wrong)):
+    names_and_sizes = group.gather((wrong, sum(content.local.nbytes for content in shares.values())))
+    for rank, (name, _) in enumerate(names_and_sizes):
         if name is not None:
             raise NotSavedError(
                 f"the weights after step {step} are not finite ({name} on rank {rank}), so no checkpoint was made of "
@@ -249,6 +258,7 @@ def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: in
                 safe=safe,
                 advice=f". Lower {Setting.LR} or set {Setting.CLIP_NORM} before going on",
             )
+    return sum(num_bytes for _, num_bytes in names_and_sizes)
 
 
 def _is_broken(name: str, content: ShardContent) -> bool:
