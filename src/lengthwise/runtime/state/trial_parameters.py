@@ -52,7 +52,7 @@ class TrialParameters:
 
     def _choose(self, parts: Sequence[Sequence[nn.Parameter]]) -> None:
         groups = {id(parameter): position for position, part in enumerate(parts) for parameter in part}
-        there = [parameter for parameter in self.all if id(parameter) in groups]
+        there = [parameter for parameter in self.all if id(parameter) in groups and parameter.numel()]
         eligible = [parameter for parameter in there if parameter.dim() in SHAPES] or there
         numbers: Counter[Any] = Counter()
         self.tried, self.shapes = [], []
