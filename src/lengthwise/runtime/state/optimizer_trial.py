@@ -109,7 +109,8 @@ def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[Optim
         made = make_of_groups(settings, ([matrix], settings.weight_decay))
         trial.choose_kinds()
     check_weight_decay(settings, made)
-    empty = tuple(position for position, group in enumerate(made.param_groups) if not group["params"])
+    parts = made.param_groups if groups else ()
+    empty = tuple(position for position, group in enumerate(parts) if not group["params"])
     return replace(with_base_lr(settings, made), empty_groups=empty), groups
 
 

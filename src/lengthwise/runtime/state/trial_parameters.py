@@ -17,8 +17,8 @@ SHAPES = {1: ((3,), (4,)), 2: ((2, 3), (3, 2))}
 """Of the parameters that are tried, by their number of dimensions: two of each kind differ."""
 _LEAST = 2
 """Parameters of each kind that are tried."""
-_MOST = 16
-"""Parameters that are tried in all."""
+_MOST = 32
+"""Parameters of each number of dimensions that are tried at most."""
 
 
 class TrialParameters:
@@ -52,14 +52,14 @@ class TrialParameters:
 
     def _choose(self, parts: Sequence[Sequence[nn.Parameter]]) -> None:
         groups = {id(parameter): position for position, part in enumerate(parts) for parameter in part}
-        there = [parameter for parameter in self.all if id(parameter) in groups]
+        there = [parameter for parameter in self.all if id(parameter) in groups and parameter.numel()]
         eligible = [parameter for parameter in there if parameter.dim() in SHAPES] or there
         numbers: Counter[Any] = Counter()
         self.tried, self.shapes = [], []
         for parameter in sorted(eligible, key=lambda x: (-x.dim(), x.numel())):
             kind = (groups[id(parameter)], parameter.dim(), tuple(sorted(vars(parameter))))
-            if numbers[kind] < _LEAST and len(self.tried) < _MOST:
-                numbers[kind] += 1
+            if numbers[kind] < _LEAST and numbers[parameter.dim()] < _MOST:
+                numbers.update((kind, parameter.dim()))
                 shapes = SHAPES.get(parameter.dim(), ((2,) * parameter.dim(),))
                 self.shapes.append(shapes[numbers[kind] % len(shapes)])
                 self.tried.append(parameter)
