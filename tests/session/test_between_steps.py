@@ -360,8 +360,14 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize(
+    ("name", "is_late"),
+    # Before and after prepare, one kind does both, and others one of them.
+    [
+        pytest.param(name, is_late, marks=[pytest.mark.deep] * (number > 0 and is_late == number % 2))
+        for number, name in enumerate(HOOKS) for is_late in (True, False)
+    ],
+)  # fmt: skip
 def test_hooks_on_the_head_that_look_end_no_gradient(name, is_late):
     found = []
     for hook in (None, HOOKS[name]):

@@ -80,7 +80,13 @@ def message_of(change, **options):
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("change", "said"), [(raise_mixed, "mixed became 0.1"), (write_scale, "scale has changed")])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (raise_mixed, "mixed became 0.1"),
+        pytest.param(write_scale, "scale has changed", marks=pytest.mark.deep),  # as a number of a tensor below
+    ],
+)
 def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks, change, said):
     for message in [message_of(change), *ranks(2).run(with_check, message_of, change)]:
         assert message.startswith("step 1: since prepare, ") and said in message
