@@ -212,6 +212,44 @@ class TwoLists(Plain):
         return x
 
 
+class MoreHeads(Plain):
+    """A list of heads that is longer than that of the layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(feed_forward() for _ in range(4))
+
+    def end(self, x, targets):
+        return super().end(sum(head(x) for head in self.heads), targets)
+
+
+class OneAfterTheOther(Plain):
+    """Two lists of layers of two classes, one after the other, and one that is never called."""
+
+    def layers(self):
+        self.first = nn.ModuleList(Attending() for _ in range(3))
+        self.unused = nn.ModuleList(feed_forward() for _ in range(3))
+        return super().layers()
+
+    def run(self, x, idx):
+        for attending in self.first:
+            x = x + attending(x)
+        return super().run(x, idx)
+
+
+class OneIsUnused(OneAfterTheOther):
+    """Tokens meet before its layers, and the last list is not called."""
+
+    def layers(self):
+        blocks = super().layers()
+        del self.unused
+        self.unused = nn.ModuleList(feed_forward() for _ in range(3))
+        return blocks
+
+    def run(self, x, idx):
+        return super().run(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1], idx)
+
+
 class InTuples(Attending):
     def forward(self, x):
         return super().forward(x), None

@@ -2,8 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
-from enum import Enum, auto
+from functools import partial
 
 from torch import nn
 
@@ -11,24 +10,12 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.wrap.layer_hooks import LayersNotCalledError
-from lengthwise.runtime.wrap.layer_lists import find_layers, parts_of_layers
+from lengthwise.session.layer_choice import ComparedCalls, Learn, learn_with_layers
 from lengthwise.session.objectives import labels_sequences
 
 _log = logging.getLogger("lengthwise")
 
 
-class ComparedCalls(Enum):
-    """How a model is traced and compared with itself."""
-
-    IN_PACKS = auto()
-    BY_SEQUENCE = auto()
-    AT_LENGTHS_OF_CORPUS = auto()
-    """Sequence by sequence, with no lengths but those that the corpus has: the model may fail with others."""
-
-
-Learn = Callable[[PrepareOptions, ComparedCalls], PreparedModel]
-"""Traces a model and compares it with itself."""
 FOLLOWED = re.compile(r",? or (have|let|compute) [^;]*packing='never'[^;]*$")
 """What errors advise that is done without being asked for."""
 _HOW_EXACT = {
@@ -43,7 +30,7 @@ OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
 
 def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
     """The model, traced and compared with itself: in packs where that is exact, shared by ranks or not, else sequence
-    by sequence. Where its forward calls parts of its layers alone, these are its layers.
+    by sequence.
 
     Also returns the options that are left it.
 
@@ -51,22 +38,7 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
         InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
         CheckError: the same, where it was found by comparing.
     """
-    try:
-        return _learned_at_all(model, chosen, learn)
-    except LayersNotCalledError as error:
-        name, _ = find_layers(model, name=chosen.layers, of_any_class=True)
-        parts = parts_of_layers(model, name)
-        if parts is None:
-            raise
-        first = error.with_traceback(None)
-    try:
-        return _learned_at_all(model, chosen.model_copy(update={"layers": parts}), learn)
-    except LayersNotCalledError:
-        raise first from None
-
-
-def _learned_at_all(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tuple[PreparedModel, PrepareOptions]:
-    """The model in packs, or else sequence by sequence."""
+    learn = partial(learn_with_layers, model, learn)
     of_sequences = labels_sequences(model, chosen)
     if of_sequences and chosen.packing == "always":
         raise InputError(

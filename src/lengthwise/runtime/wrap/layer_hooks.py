@@ -25,14 +25,37 @@ from lengthwise.runtime.wrap.offload_layers import (
 )
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer, selective_contexts
 from lengthwise.runtime.wrap.stage_pass import StagedForward, hidden_states_in
+from lengthwise.runtime.wrap.structure import ModelStructure
 from lengthwise.runtime.wrap.tensors_in import tensors_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
 
 
-class LayersNotCalledError(InputError):
+class LayersError(InputError):
+    """Other modules are to be taken for the layers of a model."""
+
+    def __init__(self, message: str, *, taken: str) -> None:
+        super().__init__(message)
+        self.taken = taken
+        """The paths of the lists that were taken."""
+
+
+class LayersNotCalledError(LayersError):
     """The forward calls none of a model's layers, but maybe their parts."""
+
+
+class NoAttentionError(LayersError):
+    """Layers are computed without a call of attention that is known."""
+
+
+class OtherOrderError(LayersError):
+    """The layers of several lists are called in another order than the one that was guessed."""
+
+    def __init__(self, message: str, *, taken: str, in_order: str) -> None:
+        super().__init__(message, taken=taken)
+        self.in_order = in_order
+        """The paths of those that are called, in the order of their first calls."""
 
 
 class LayerReachedError(Exception):
@@ -257,26 +280,35 @@ class HookedLayers:
         """The output of the layer that was computed last."""
         return self._last
 
-    def check_called(self, model: str) -> None:
-        """Raise ``LayersNotCalledError`` if no layer was called, but maybe its parts."""
-        if not self._attends:
+    def check(self, structure: ModelStructure, *, each_attends: bool | None) -> None:
+        """Raise ``LayersError`` if others are to be taken for the layers: none was called, or, unless ``each_attends``
+        is None, none attended, or not each, or lists that are gone through together are called in another order.
+        """
+        model, numbers, kind = type(structure.model).__name__, list(self._attends), type(self._modules[0]).__name__
+        if not numbers:
             raise LayersNotCalledError(
-                f"the forward of {model} calls none of its layers ({type(self._modules[0]).__name__}) themselves, so "
+                f"the forward of {model} calls none of its layers ({structure.layers_name}: {kind}) themselves, so "
                 "they cannot be computed again, cut into stages or gathered; give each a forward that computes it, or "
-                "name another list, or the parts of its modules: prepare(..., layers='transformer.blocks.*')"
+                "name another list, or the parts of its modules: prepare(..., layers='transformer.blocks.*')",
+                taken=structure.layers_name,
             )
-
-    def check_attends(self, model: str, *, each: bool) -> None:
-        """Raise ``InputError`` if no layer, or ``each`` not, was computed with a call of attention that is known."""
-        silent = [number for number, attends in self._attends.items() if not attends]
-        if len(silent) == len(self._attends) or (each and silent):
-            numbers = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
-            raise InputError(
-                f"layers {numbers} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention "
-                "that is known, so tokens of different ranks would never meet in them: convolutions, recurrences, "
-                "scans and Fourier transforms have sequences whole; attention is shared inside of a layer's forward, "
-                "by torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn"
+        silent = [] if each_attends is None else [number for number in numbers if not self._attends[number]]
+        if len(silent) == len(numbers) or (each_attends and silent):
+            listed = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
+            raise NoAttentionError(
+                f"layers {listed} of {model} ({structure.layers_name}: {type(self._modules[silent[0]]).__name__}) make "
+                "no call of attention that is known, so tokens of different ranks would never meet in them: "
+                "convolutions, recurrences, scans and Fourier transforms have sequences whole; attention is shared "
+                "inside of a layer's forward, by torch.nn.functional.scaled_dot_product_attention, "
+                "nn.MultiheadAttention, varlen_attn or flash_attn",
+                taken=structure.layers_name,
             )
+        if each_attends is not None and structure.is_order_guessed and numbers != list(range(len(self._modules))):
+            in_order = ",".join(structure.layers_by_path[number][0] for number in numbers)
+            raise OtherOrderError(
+                f"{model} calls the layers {structure.layers_name} in the order {in_order}",
+                taken=structure.layers_name, in_order=in_order,
+            )  # fmt: skip
 
     def _recomputed(self, number: int, layer: OffloadedLayer | None, *args: Any, **kwargs: Any) -> Any:
         """Compute a layer under activation checkpointing, which saves only its arguments; ``layer``: on the host."""

@@ -12,7 +12,7 @@ Layers = Sequence[nn.Module]
 
 _List = dict[str, nn.Module]
 """The modules of a list by their paths in the model; one that is there several times as often."""
-_PARTS = ".*"
+PARTS = ".*"
 """At the end of a path: the modules that each layer there has."""
 _HINT = "prepare(..., layers='transformer.blocks')"
 
@@ -64,16 +64,27 @@ def _path_of(name: str, lists: dict[str, _List]) -> str:
     return ",".join(modules) if not name or name in modules else name
 
 
+def other_lists(model: nn.Module, taken: str) -> list[str]:
+    """The paths of other lists that may be the layers than those that were ``taken``, the longest first; last of all,
+    of all attributes that have modules.
+    """
+    lists = _containers(model, nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    lists = {**_outermost(lists, are_nested=True), **_attributes_of_one_class(model)}
+    paths = [_path_of(name, lists) for name in sorted(lists, key=lambda name: -len(lists[name]))]
+    paths += [",".join(modules) for modules in _attributes(model).values()]
+    return [path for path in paths if path != taken and path not in taken.split(",")]
+
+
 def parts_of_layers(model: nn.Module, name: str) -> str | None:
     """The name of the modules that layers of a name have themselves; None: they have none, or are parts already."""
-    if name.endswith(_PARTS) or not any(list(layer.children()) for _, layer in find_layers(model, name=name)[1]):
+    if name.endswith(PARTS) or not any(list(layer.children()) for _, layer in find_layers(model, name=name)[1]):
         return None
-    return ",".join(f"{path}{_PARTS}" for path in name.split(","))
+    return ",".join(f"{path}{PARTS}" for path in name.split(","))
 
 
 def _named(model: nn.Module, name: str) -> _List:
     """The modules of a container, or the module itself; with ``.*`` at the end of its path, the modules of these."""
-    path, modules = name.removesuffix(_PARTS), dict(model.named_modules(remove_duplicate=False))
+    path, modules = name.removesuffix(PARTS), dict(model.named_modules(remove_duplicate=False))
     named = modules.get(path) if path else None
     listed = {} if named is None else _modules_in(path, named) if _is_container(named) else {path: named}
     if path != name:
@@ -168,7 +179,7 @@ def _attributes_of_one_class(model: nn.Module, name: str = "") -> dict[str, _Lis
     """Attributes of a module of one class with modules, two or more, by the path of the first; none inside of them."""
     lists, of_class = dict[str, _List](), dict[type[nn.Module], _List]()
     for path, part in _modules_in(name, model).items():
-        if next(part.children(), None) is not None:
+        if next(part.children(), None) is not None and not _is_container(part):
             of_class.setdefault(type(part), {})[path] = part
     for modules in of_class.values():
         path, part = next(iter(modules.items()))

@@ -33,6 +33,12 @@ class ModelStructure:
         return tuple(layer for _, layer in self.layers_by_path)
 
     @property
+    def is_order_guessed(self) -> bool:
+        """Whether the layers are of several lists or parts of modules, which the forward may call in another order."""
+        are_of_one_list = all(path.rpartition(".")[0] == self.layers_name for path, _ in self.layers_by_path)
+        return not are_of_one_list and len(set(self.layers)) == len(self.layers)
+
+    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers_by_path)

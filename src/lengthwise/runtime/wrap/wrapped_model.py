@@ -225,7 +225,7 @@ class WrappedModel:
             self._intercept = self.layers.intercept = None
             for forward in forwards:
                 forward()
-            self.layers.check_called(type(self.model).__name__)
+            self.layers.check(self.structure, each_attends=None)
             self.by_sequence.learn(lengths)
             return
         seen = []
@@ -237,8 +237,7 @@ class WrappedModel:
             self.layers.end()
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
-        self.layers.check_called(type(self.model).__name__)
-        self.layers.check_attends(type(self.model).__name__, each=not is_compared)
+        self.layers.check(self.structure, each_attends=not is_compared)
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
