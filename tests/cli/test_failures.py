@@ -119,8 +119,10 @@ def test_json_on_stdout_is_json_whatever_the_numbers(capsys):
         ("2>&- >/dev/null", 0),
         (">/dev/full", 1),
         ("--help >/dev/full", 1),
-        ("--json >/dev/full", 1),
-        ("--json train.steps=-1 >/dev/full", 2),
+        *(
+            pytest.param(redirection, code, marks=pytest.mark.deep)
+            for redirection, code in (("--json >/dev/full", 1), ("--json train.steps=-1 >/dev/full", 2))
+        ),
         ("train.steps=-1 2>/dev/full", 2),
     ],
 )

@@ -1,13 +1,12 @@
 """Ranks under torchrun that differ, hang, die or leave: the run ends in bounded time, and one message says why."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import Run, make_corpus, settings
 from tests.runtime.harness import free_port
+from tests.warm import Command
 
 SCRIPT = Path(__file__).with_name("faulty_rank.py")
 TIMEOUT_S = 6
@@ -60,9 +59,10 @@ def test_ranks_with_other_settings_are_refused_before_they_train(end, tmp_path):
 
 def test_an_error_that_all_ranks_meet_is_one_sentence_which_torchrun_repeats_as_the_cause(tmp_path):
     missing = tmp_path / "missing"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command = [*torchrun, "-m", "lengthwise", "train", f"data.index={missing}", f"run_folder={tmp_path / 'run'}"]
-    printed = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120).stderr
+    Command(*command, out=tmp_path / "out", err=tmp_path / "err").wait(timeout=120)
+    printed = (tmp_path / "err").read_text()
     sentence = f"no index at {missing}; make one with: lengthwise index SRC --out {missing}"
     assert printed.count(f"error: {sentence}\n") == 1 and "stopped by SIGTERM" not in printed
     assert f"traceback : {sentence}" in printed.partition("Root Cause")[2]

@@ -11,7 +11,7 @@ from tests.session import trainer_hooks, trainers
 from tests.session.test_prepare import EXACT, assert_equal_weights
 from tests.session.trainer_hooks import SGD, changed, changed_trainer
 
-EPOCHS = {"max_steps": -1, "num_train_epochs": 3}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
 
 
 def both(tmp_path, options, **ways):
@@ -187,7 +187,7 @@ def test_the_batch_size_of_a_subclass_for_logs_leaves_the_sequences_of_a_step(tm
 @pytest.mark.parametrize("hook", ["a weighted sampler", deep("a curriculum")])
 def test_the_sampler_of_a_subclass_says_what_each_epoch_has(hook, ranks, tmp_path):
     log, weights, trainer = both(tmp_path, EPOCHS, hook=hook)
-    assert trainer.state.epoch == 3.0
+    assert trainer.state.epoch == 2.0
     assert [row["epoch"] for row in trainer.state.log_history] == pytest.approx([row["epoch"] for row in log])
     options = EPOCHS | {"gradient_accumulation_steps": 2}
     for _, found in ranks(2).run(changed, tmp_path / "two", options, hook=hook):
@@ -249,7 +249,7 @@ def test_a_dataset_is_told_of_each_epoch(order, ranks, tmp_path):
     options = EPOCHS | {"train_sampling_strategy": order}
     if order == "sequential":
         _, weights, trainer = both(tmp_path, options, epochs=True)
-        assert trainer.state.epoch == 3.0
+        assert trainer.state.epoch == 2.0
         with_workers = trainers.planned(workers=1)
         _, found = changed(tmp_path / "workers", options, epochs=True, lengthwise=with_workers)
         assert_equal_weights(found, weights)

@@ -75,13 +75,20 @@ def train(probes, kinds, **options):
 PROBES = (probe_nothing, probe_and_leave, probe_and_clear, clear_and_probe, probe_to_zero)
 
 
-@pytest.mark.parametrize("options", [{}, {"weights": "by-layer"}, {"offload_state": "host"}], ids=str)
+LEFT_IN_DEEP_RUNS = [
+    ({}, (2, PROBES)), ({"weights": "by-layer"}, (1, PROBES)), ({"offload_state": "host"}, (2, PROBES)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("size", "probes"),
+    ("options", "size", "probes"),
     # In what way gradients are left is told apart before any plan is looked at.
-    [(1, PROBES), (2, PROBES[:2]), pytest.param(2, PROBES, marks=pytest.mark.deep)],
-    ids=["1", "2", "2 in every way"],
-)
+    [
+        ({}, 1, PROBES), ({}, 2, PROBES[:2]),
+        ({"weights": "by-layer"}, 2, PROBES), ({"offload_state": "host"}, 1, PROBES),
+        *(pytest.param(options, *way, marks=pytest.mark.deep) for options, way in LEFT_IN_DEEP_RUNS),
+    ],
+)  # fmt: skip
 def test_gradients_that_a_loop_leaves_between_steps_are_no_part_of_the_next(ranks, size, probes, options):
     if options:
         probes = probes[:2]

@@ -41,10 +41,12 @@ def test_no_policy_is_faster_than_auto_and_the_time_shown_is_the_one_planned_and
 @pytest.mark.parametrize(
     ("is_prepared", "error"),
     [
-        (True, AssertionError("too long")),
         (True, InputError("no such")),
         (False, ZeroDivisionError()),
-        (False, KeyError(3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in ((True, AssertionError("too long")), (False, KeyError(3)))
+        ),
     ],
 )
 def test_a_policy_that_fails_is_a_row_with_its_reason(monkeypatch, is_prepared, error):

@@ -152,7 +152,11 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
     [
         (Experts, LONGEST, r"computes something else of two sequences in a pack of \d+ slots than in one of 18"),
         (Asserting, LONGEST, r"AssertionError: a forward of \d+ tokens"),
-        *[(kind, LONGEST, "makes another loss of two sequences in a pack") for kind in (Chunks, Memory, Sharper)],
+        (Memory, LONGEST, "makes another loss of two sequences in a pack"),
+        *[
+            pytest.param(kind, LONGEST, "makes another loss of two sequences in a pack", marks=pytest.mark.deep)
+            for kind in (Chunks, Sharper)
+        ],
         (Plain, None, ""),
         (Statistics, None, ""),
     ],

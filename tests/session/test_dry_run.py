@@ -13,6 +13,7 @@ from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.session.dry_run import PlanToRun, dry_run_plan, dry_run_plans
+from tests.session import test_dry_run_slices as slices
 
 SPEC = replace(model_preset("llama-tiny"), num_layers=2)
 CONFIG = load(None, ["train.dtype=bfloat16"])
@@ -101,6 +102,7 @@ def documents():
         "one node": run_of(TWO_NODES, 7, model=DEEP),
         "float32": run_of(LONG, 0, model=FEW_KV_HEADS, config=IN_FLOAT32),
         "float32, shared": run_of(HETEROGENEOUS, 0, config=IN_FLOAT32),
+        "slices": run_of(slices.plan_in_slices(2), 0, 2, model=slices.MODEL),
     }
     return dict(zip(runs, dry_run_plans(list(runs.values()))))
 
@@ -182,6 +184,10 @@ def test_peaks_are_within_five_percent_of_the_memory_model(documents):
     for row in documents["large"]["ranks"]:
         assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN), row["rank"]
     assert documents["large"]["differences"] == []
+
+
+def test_peaks_of_stages_in_slices_are_near_the_closed_forms(documents):
+    slices.assert_near(documents["slices"])
 
 
 @pytest.mark.deep

@@ -40,7 +40,7 @@ def train(folder, steps):
     return computed, run.ledger.sequences
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 2), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (3, 1), pytest.param(1, 3, marks=pytest.mark.deep)])
 def test_a_run_that_goes_on_with_other_ranks_computes_every_sequence_once(ranks, tmp_path, first, then):
     before, _ = ranks(first).run(partial(train, tmp_path / "steps", 2))[0]
     after, num_counted = ranks(then).run(partial(train, tmp_path / "steps", None))[0]

@@ -246,12 +246,25 @@ def test_frozen_weights_are_counted_at_their_own_bytes_and_without_gradient_or_s
     assert keep_layers(plan) == 1, "8 bytes of each of 1,000 trained weights and 4,000 frozen ones, and the head"
 
 
-@pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.deep)])
-def test_a_frozen_model_with_adapters_trains_as_on_one_device_and_goes_on_with_other_ranks(ranks, tmp_path, recompute):
+@pytest.mark.parametrize(
+    ("recompute", "parts"),
+    [
+        ("all", ((3, "by-layer", 1), (2, "whole", STEPS))),
+        *(
+            pytest.param(
+                recompute, ((3, "by-layer", 1), (2, "whole", 2), (3, "by-layer", STEPS)), marks=pytest.mark.deep
+            )
+            for recompute in ("all", "none")
+        ),
+    ],
+)
+def test_a_frozen_model_with_adapters_trains_as_on_one_device_and_goes_on_with_other_ranks(
+    ranks, tmp_path, recompute, parts
+):
     losses, weights = loop_on_one_device(make=models.adapted_gpt)
     options = {name: value for name, value in OPTIONS.items() if name != "steps"} | {"recompute": recompute}
     found = []
-    for num_ranks, placement, last in ((3, "by-layer", 1), (2, "whole", 2), (3, "by-layer", STEPS)):
+    for num_ranks, placement, last in parts:
         part = ranks(num_ranks).run(
             train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": placement},
             make=models.adapted_gpt,
@@ -282,6 +295,10 @@ def test_between_steps_a_rank_holds_its_share_of_frozen_weights_too(ranks):
     for share, changed in ranks(3).run(count_frozen, "by-layer"):
         assert share <= 0.48, "a third of the weights, and of the adapters' states"
         assert changed == 0.5, "what was changed within plain() is kept"
+
+
+@pytest.mark.deep
+def test_between_steps_a_rank_holds_whole_frozen_weights_where_none_are_gathered(ranks):
     assert min(share for share, _ in ranks(2).run(count_frozen, "whole")) >= 1
 
 

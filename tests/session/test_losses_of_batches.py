@@ -229,7 +229,13 @@ def said_of(kind, caplog, **options):
 
 @pytest.mark.parametrize(
     ("kind", "loss"),
-    [(Contrastive, None), (GradientAcross, None), (Centred, None), (Centred, of_output), (RowMeans, None)],
+    [
+        (Contrastive, None),
+        (GradientAcross, None),
+        (Centred, of_output),
+        (RowMeans, None),
+        pytest.param(Centred, None, marks=pytest.mark.deep),
+    ],
 )
 def test_packs_of_a_model_whose_loss_of_a_batch_is_another_are_warned_of(kind, loss, caplog):
     by_sequence, said = said_of(kind, caplog, loss=loss)
@@ -261,7 +267,13 @@ def test_packs_of_a_mean_over_targets_are_not_warned_of(loss, caplog):
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), [(BatchNorm, None), (BatchNorm, of_output), (SmallTerm, None), (Frequent, None)]
+    ("kind", "loss"),
+    [
+        (BatchNorm, None),
+        (SmallTerm, None),
+        (Frequent, None),
+        pytest.param(BatchNorm, of_output, marks=pytest.mark.deep),
+    ],
 )
 def test_a_batch_that_learns_something_else_is_not_called_exact_sequence_by_sequence(kind, loss, caplog):
     by_sequence, said = said_of(kind, caplog, loss=loss)

@@ -52,7 +52,13 @@ def plain_loop(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "packing"), [(llama, "always"), (llama, "never"), (taking_no_shifted, "always"), (mamba, "auto")]
+    ("make", "packing"),
+    [
+        (llama, "always"),
+        (taking_no_shifted, "always"),
+        (mamba, "auto"),
+        pytest.param(llama, "never", marks=pytest.mark.deep),
+    ],
 )
 def test_a_loss_that_adds_to_the_models_own_trains_what_a_plain_loop_trains(make, packing):
     torch.manual_seed(0)

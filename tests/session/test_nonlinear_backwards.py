@@ -73,7 +73,7 @@ def made(kind):
     return kind().double()
 
 
-@pytest.mark.parametrize("kind", [ByFunction, ByModuleHook, ByTensorHook])
+@pytest.mark.parametrize("kind", [ByFunction, ByModuleHook, pytest.param(ByTensorHook, marks=pytest.mark.deep)])
 def test_gradients_that_are_clamped_on_the_way_are_those_of_a_plain_loop(kind):
     expected, plain = weights_of_a_loop(made(kind)), weights_of_a_loop(made(Plain))
     assert max(float((a - b).abs().max()) for a, b in zip(expected, plain)) > 1e-3, "it clamps"

@@ -50,7 +50,14 @@ def test_iterated_batches_end_when_no_rank_has_one(ranks):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"weights": "by-layer"}, {"packing": "never", "cost": SimpleCost(capacity=50)}]
+    "options",
+    [
+        {"weights": "by-layer"},
+        *(
+            pytest.param(options, marks=pytest.mark.deep)
+            for options in ({}, {"packing": "never", "cost": SimpleCost(capacity=50)})
+        ),
+    ],
 )
 def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
     model, brought = models.gpt(), 0

@@ -192,7 +192,7 @@ CONSTANTS = [
 """Options of prepare, rate and weight decay of a loop of one's own (None: the optimizer's), and the rates of steps."""
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_ranks", [1, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 3))])
 def test_a_rate_and_a_weight_decay_that_prepare_is_not_given_are_those_of_the_optimizer(ranks, num_ranks):
     outcomes = ranks(num_ranks).run(train_with, [options for options, _, _ in CONSTANTS])[0]
     for (options, (lr, decay), expected), (losses, weights, rates) in zip(CONSTANTS, outcomes):

@@ -403,6 +403,7 @@ def train_adapters(options):
         return train_in_double(model, models.rows(), options)
 
 
+@pytest.mark.deep
 def test_adapters_are_trained_in_stages_as_on_one_device(ranks):
     ((losses, weights, _),) = ranks(1).run(train_adapters, STAGED | {"cost": StagesFitMore(capacity=80)})
     for found, others, stages in ranks(2).run(train_adapters, STAGED):

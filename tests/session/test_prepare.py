@@ -108,6 +108,7 @@ def test_batches_that_are_formed_hold_every_sequence_once_and_train_what_one_dev
     assert_equal_weights(weights, weights_of(model))
 
 
+@pytest.mark.deep
 def test_a_run_that_forms_batches_goes_on_with_those_that_wait(ranks, tmp_path):
     whole = ranks(2).run(train_in_parts, tmp_path / "whole", first=True, last=4, options=FORMED)[0]
     first = ranks(2).run(train_in_parts, tmp_path / "parts", first=True, last=2, options=FORMED)[0]

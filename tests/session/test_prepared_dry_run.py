@@ -93,17 +93,19 @@ def in_sliced_stages(plan):
 
 
 PLANS = {"whole": plan_of(1), "by-layer": plan_of(2)}
-PLANS["sharded gradients, groups of heads"] = in_groups_of_heads(with_shared_gradients(plan_of(2)))
+PLANS["sharded gradients"] = with_shared_gradients(plan_of(2))
+PLANS["groups of heads"] = in_groups_of_heads(PLANS["sharded gradients"])
 PLANS["split backwards"] = in_split_stages(plan_of(2))
 PLANS["slices"] = in_sliced_stages(plan_of(2))
-"""By what ranks hold of weights and gradients, one of them computing attention in groups of heads; two in stages."""
-IN_DEEP_RUNS = ("split backwards", "slices")
-"""Plans in stages, which tests of stages and slices have as well."""
+"""By what ranks hold of weights and gradients; in groups of heads; two in stages."""
+IN_DEEP_RUNS = ("groups of heads", "split backwards", "slices")
+"""Plans that tests of groups of heads, stages and slices have as well."""
 SOME_PLANS = [pytest.param(name, marks=pytest.mark.deep) if name in IN_DEEP_RUNS else name for name in PLANS]
 RANKS = {
     "whole": [0],
     "by-layer": [3],
-    "sharded gradients, groups of heads": [0],
+    "sharded gradients": [0],
+    "groups of heads": [0],
     "split backwards": [2],
     "slices": [2],
 }
@@ -147,7 +149,7 @@ def dry_runs(request, tmp_path_factory):
         trial.step_request(plan, RANKS[name], num_kept=0 if name == "by-layer" else None)
         for name, plan in plans.items()
     ]
-    variants = AS_PREPARED, LayerVariant(head_groups=2), *[SPLIT_BACKWARD] * ("split backwards" in plans)
+    variants = AS_PREPARED, *[LayerVariant(head_groups=2), SPLIT_BACKWARD] * is_deep
     profiled = trial.profile_request(TOKENS, schemes, variants=variants)
     profiled["packs"] = [pack for pack in profiled["packs"] if is_needed(*pack)]
     others = [profile_by_hand(folder / "by hand", config)] if is_deep else []
@@ -205,7 +207,7 @@ def test_units_are_gathered_for_the_forward_and_again_for_the_backward(dry_runs,
 
 
 def test_a_rank_keeps_its_share_of_sharded_gradients(dry_runs):
-    (row,), (whole, *_) = dry_runs["sharded gradients, groups of heads"], dry_runs["whole"]
+    (row,), (whole, *_) = dry_runs["sharded gradients"], dry_runs["whole"]
     kept, of_all = (run["peak_bytes"]["gradients"] for run in (row, whole))
     assert 0 <= kept - of_all / 2 <= ROUNDED, "each unit's share is rounded up"
     units = row["predicted"]["peak_bytes"]["gradients"] - kept
@@ -218,6 +220,7 @@ def test_gathered_state_is_a_share_and_two_units(dry_runs):
         assert sum(state.values()) <= 1.1 * sum(row["predicted"]["peak_bytes"].values()), state
 
 
+@pytest.mark.deep
 def test_groups_of_heads_keep_the_outputs_of_attention_once(dry_runs):
     """Ulysses keeps them in the split of heads, and what comes after in the split of tokens."""
     kept_bytes = {

@@ -57,7 +57,7 @@ def validate(options):
     ("num_ranks", "options", "degrees"),
     [
         pytest.param(2, {"recompute": "none"}, {1, 2}, marks=pytest.mark.deep),
-        (2, {"packing": "never"}, {1}),
+        pytest.param(2, {"packing": "never"}, {1}, marks=pytest.mark.deep),
         (2, {"recompute": "none", "weights": "by-layer"}, {1, 2}),
     ],
 )

@@ -3,6 +3,7 @@
 import logging
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -32,8 +33,9 @@ def test_a_profile_serves_the_next_run_though_forwards_write_to_the_config(tmp_p
     assert not [record for record in caplog.records if "measured anew" in record.getMessage()]
 
 
-def test_a_model_that_drops_layers_at_random_is_measured(tmp_path, caplog):
-    for seed in range(3):
+@pytest.mark.parametrize("num_models", [1, pytest.param(3, marks=pytest.mark.deep)])
+def test_a_model_that_drops_layers_at_random_is_measured(num_models, tmp_path, caplog):
+    for seed in range(num_models):
         torch.manual_seed(seed)
         config = transformers.OPTConfig(**SIZES, ffn_dim=32, num_hidden_layers=6, word_embed_proj_dim=16, layerdrop=0.3)
         with caplog.at_level(logging.ERROR):

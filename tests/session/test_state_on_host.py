@@ -99,15 +99,22 @@ def placed(memory_mib, offload_state, by_layer):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "by_layer"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.deep) for n in (1, 2))]
+    ("num_ranks", "by_layer", "places"),
+    [
+        (2, True, ("auto",)),
+        *(
+            pytest.param(n, by_layer, ("auto", "host"), marks=pytest.mark.deep)
+            for n, by_layer in ((2, True), (1, False), (2, False))
+        ),
+    ],
 )
-def test_the_state_goes_to_the_host_where_the_longest_sequence_fits_no_other_way(ranks, num_ranks, by_layer):
-    roomy, tight, told = (
+def test_the_state_goes_to_the_host_where_the_longest_sequence_fits_no_other_way(ranks, num_ranks, by_layer, places):
+    roomy, *moved = (
         ranks(num_ranks).run(placed, memory_mib, place, by_layer)[0]
-        for memory_mib, place in ((8, "auto"), (TIGHT_MIB[by_layer], "auto"), (8, "host"))
+        for memory_mib, place in ((8, "auto"), *((TIGHT_MIB[by_layer] if p == "auto" else 8, p) for p in places))
     )
-    assert [result[2] for result in (roomy, tight, told)] == [False, True, True]
-    for losses, weights, _ in (tight, told):
+    assert not roomy[2] and all(is_on_host for *_, is_on_host in moved)
+    for losses, weights, _ in moved:
         assert losses == pytest.approx(roomy[0], rel=1e-12)
         assert_equal_weights(weights, roomy[1])
 

@@ -134,14 +134,15 @@ def test_models_of_transformers_are_tiled_where_they_can_be():
     assert ["forward" in vars(module) for module in model.modules()] == ["forward" in names for names in before]
 
 
-def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tmp_path):
+@pytest.mark.parametrize("num_tight", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tmp_path, num_tight):
     """2.6 MiB hold 512 tokens of a small model with all layers recomputed in tiles alone; no number changes by them.
 
     Nor do scores, whose forwards are planned with tiles as well.
     """
     rows = [np.arange(length) % models.VOCAB for length in (512, 40, 30, 200)]
     found, first_scores = [], None
-    for memory_gib in (1.0, 0.0026, 0.0026):
+    for memory_gib in (1.0, *[0.0026] * num_tight):
         torch.manual_seed(0)
         run = lw.prepare(
             models.GPT(max_length=512).double(), rows, device="cpu", memory_gib=memory_gib, verbose=False, lr=0.1,

@@ -407,17 +407,17 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "shapes", "more"),
+    ("gpus", "shapes", "more", "policies"),
     [
-        ("9", ["1x8+1"], ["--methods", "ulysses"]),
-        pytest.param("9,12", ["1x8+1", "1x8+4"], [], marks=pytest.mark.deep),
+        ("9", ["1x8+1"], ["--methods", "ulysses"], "static,auto"),
+        pytest.param("9,12", ["1x8+1", "1x8+4"], [], "static,hotspa,auto", marks=pytest.mark.deep),
     ],
 )
-def test_any_number_of_devices_is_compared(cli, gpus, shapes, more):
+def test_any_number_of_devices_is_compared(cli, gpus, shapes, more, policies):
     """Nodes of eight, the last of which has fewer."""
     given = "compare", "--model", "llama-7b", "--device", "H100-80GB", "--lengths", "commoncrawl", "--steps", "1"
     given = *given, "--max-stages", "3", "--max-length", "16384"  # which are planned faster
-    document = json.loads(cli(*given, *more, "--gpus", gpus, "--policies", "static,hotspa,auto", "--json")[1])
+    document = json.loads(cli(*given, *more, "--gpus", gpus, "--policies", policies, "--json")[1])
     clusters = document["clusters"] if len(shapes) > 1 else [document]
     for cluster, shape in zip(clusters, shapes, strict=True):
         assert cluster["cluster"] == f"{shape}xH100-80GB"

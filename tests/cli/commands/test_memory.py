@@ -217,7 +217,10 @@ def test_options_that_contradict_one_another_are_named_as_options(cli, command):
     [
         ("memory",),
         ("memory", "--length", "1000"),
-        ("compare", "--lengths", "commoncrawl", "--max-length", "1000", "--steps", "1", "--policies", "static"),
+        pytest.param(
+            ("compare", "--lengths", "commoncrawl", "--max-length", "1000", "--steps", "1", "--policies", "static"),
+            marks=pytest.mark.deep,
+        ),
     ],
     ids=["memory", "memory of a length", "compare"],
 )

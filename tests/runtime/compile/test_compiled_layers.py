@@ -36,7 +36,14 @@ def results(model, cu_seqlens, *, recompute):
 
 
 @pytest.mark.parametrize(
-    ("spec", "backend"), [(LLAMA, "aot_eager"), pytest.param(GPT, "eager", marks=pytest.mark.deep), (BERT, "eager")]
+    ("spec", "backend"),
+    [
+        (BERT, "eager"),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in ((LLAMA, "eager"), (LLAMA, "aot_eager"), (GPT, "eager"))
+        ),
+    ],
 )
 def test_they_compute_what_layers_compute_with_and_without_recompute_and_are_never_compiled_again(spec, backend):
     model = build_model(spec, dtype=torch.float64)

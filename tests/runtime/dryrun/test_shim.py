@@ -18,15 +18,9 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / ".cache" / "lengthwise"
 
 
-def test_it_is_built_once(cache, monkeypatch):
-    built = shim.built_shim(TORCH, torch.__version__)
-    assert built.parent == cache and [path.name for path in cache.iterdir()] == [built.name]
-    monkeypatch.setenv("PATH", "")
-    assert shim.built_shim(TORCH, torch.__version__) == built
-
-
-def test_without_a_home_that_can_be_written_it_is_built_for_the_process(monkeypatch):
-    monkeypatch.setenv("HOME", "/dev/null")
+@pytest.fixture
+def compiled(monkeypatch):
+    """Commands of a compiler that writes something else at once."""
     ran = []
 
     def compile_shim(command, **_):
@@ -35,8 +29,30 @@ def test_without_a_home_that_can_be_written_it_is_built_for_the_process(monkeypa
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", compile_shim)
+    return ran
+
+
+def assert_built_once(cache, monkeypatch):
     built = shim.built_shim(TORCH, torch.__version__)
-    assert built.read_bytes() == b"shim" and len(ran) == 1
+    assert built.parent == cache and [path.name for path in cache.iterdir()] == [built.name]
+    monkeypatch.setenv("PATH", "")
+    assert shim.built_shim(TORCH, torch.__version__) == built
+
+
+def test_it_is_built_once(cache, compiled, monkeypatch):
+    assert_built_once(cache, monkeypatch)
+    assert len(compiled) == 1
+
+
+@pytest.mark.deep
+def test_a_compiler_builds_it_once(cache, monkeypatch):
+    assert_built_once(cache, monkeypatch)
+
+
+def test_without_a_home_that_can_be_written_it_is_built_for_the_process(compiled, monkeypatch):
+    monkeypatch.setenv("HOME", "/dev/null")
+    built = shim.built_shim(TORCH, torch.__version__)
+    assert built.read_bytes() == b"shim" and len(compiled) == 1
     assert built != shim.built_shim(TORCH, torch.__version__), "nothing is left behind that others could find"
 
 

@@ -81,7 +81,8 @@ os._exit(0)  # as processes of dry runs end: an interpreter's exit may meet auto
 """
 
 
-@pytest.mark.parametrize("events", ["waits", pytest.param("forgets", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("events", ["waits", "forgets"])
 def test_offload_waits_for_its_copies_and_it_is_seen_if_it_forgets(events):
     ran = subprocess.run([sys.executable, "-c", SCRIPT, events], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -68,7 +68,9 @@ def train_again(place, by_layer):
     return weights_of(failed), losses, weights_of(model)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=[pytest.mark.deep] * (place in PLACES[1:3])) for place in PLACES]
+)
 @pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_ranks_hear_at_once_which_one_closed_the_run_where_and_why(ranks, place, by_layer):
     heard = ranks(2).run(close_on_first, place, by_layer)[1]

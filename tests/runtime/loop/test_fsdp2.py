@@ -103,10 +103,11 @@ def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, de
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-def test_parameters_that_some_ranks_alone_use_are_reduced_by_all(ranks):
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.deep)])
+def test_parameters_that_some_ranks_alone_use_are_reduced_by_all(ranks, num_ranks):
     """Those that no rank uses have a gradient of zero, which moves nothing here."""
     expected_losses, expected = ranks(1).run(train, 1, False, kind=Routed, settings=PLAIN_SGD)[0]
-    for losses, weights in ranks(3).run(train, 1, True, kind=Routed, settings=PLAIN_SGD):
+    for losses, weights in ranks(num_ranks).run(train, 1, True, kind=Routed, settings=PLAIN_SGD):
         assert losses == pytest.approx(expected_losses, abs=1e-10)
         for mine, theirs in zip(weights, expected):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)

@@ -58,8 +58,7 @@ def test_a_model_of_which_only_parts_are_trained_gathers_those(ranks, trained):
     "place",
     [
         "before the forward",
-        "after the backward",
-        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the backward", "the loss")),
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the backward", "the loss", "after the backward")),
     ],
 )
 @pytest.mark.parametrize(

@@ -16,7 +16,11 @@ EXACT = 1e-12
 
 @pytest.mark.parametrize(
     ("degree", "options"),
-    [(1, {}), (3, {}), (1, {"by_layer": True}), pytest.param(1, {"stages": 3}, marks=pytest.mark.deep)],
+    [
+        (3, {}),
+        (1, {"by_layer": True}),
+        *(pytest.param(1, options, marks=pytest.mark.deep) for options in ({}, {"stages": 3})),
+    ],
 )
 def test_a_loop_whose_last_rank_overflows_once_ends_at_the_weights_without_that_step(ranks, degree, options):
     losses, weights = plain_loop(num_steps=2)

@@ -102,8 +102,7 @@ def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks,
     "place",
     [
         "before the backward",
-        "the loss",
-        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the forward", "after the backward")),
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("the loss", "before the forward", "after the backward")),
     ],
 )
 def test_a_rank_that_leaves_a_step_keeps_no_other_waiting(ranks, place):

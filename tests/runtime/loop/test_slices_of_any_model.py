@@ -71,7 +71,6 @@ QUICK = {
     ("llama", "one"),
     ("llama", "mixed"),
     ("gpt2", "three stages"),
-    ("qwen3", "three ranks"),
 }
 COMPARED = {("llama", "one")}
 """That of which slices are compared before the step too. Other families and groups are in deep runs."""
@@ -170,9 +169,11 @@ def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ran
 @pytest.mark.parametrize(
     "place",
     [
-        "before the backward",
         "in the backward",
-        *(pytest.param(p, marks=pytest.mark.deep) for p in ("the loss", "before the forward", "after the backward")),
+        *(
+            pytest.param(p, marks=pytest.mark.deep)
+            for p in ("the loss", "before the forward", "before the backward", "after the backward")
+        ),
     ],
 )
 @pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)

@@ -20,10 +20,12 @@ from tests.runtime.loop.test_families import CASES
 from tests.runtime.loop.test_stages import FOUR, THREE, TWO
 
 PLACES = [
-    "gradient of layer 1", "backward of layer 2",
+    "gradient of layer 1",
     *(
         pytest.param(place, marks=pytest.mark.deep)
-        for place in ("gradient of layer 2", "forward of layer 1", "backward of layer 1")
+        for place in (
+            "gradient of layer 2", "forward of layer 1", "backward of layer 1", "backward of layer 2",
+        )
     ),
 ]  # fmt: skip
 
@@ -68,7 +70,7 @@ def test_every_family_whose_stages_split_backwards_trains_as_its_own_loop_does(r
         assert_exact(CASES[name], found, name)
 
 
-@pytest.mark.parametrize("trained", ["all", "the upper layers", "an output bias"])
+@pytest.mark.parametrize("trained", [pytest.param("all", marks=pytest.mark.deep), "the upper layers", "an output bias"])
 def test_a_model_of_which_only_parts_are_trained_splits_what_it_can(ranks, trained):
     expected = memory_runs.train_alone(ranks, trained)
     if trained == "an output bias":  # no weight, so that nothing is left for later

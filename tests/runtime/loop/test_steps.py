@@ -62,7 +62,9 @@ def by_hand(labels):
     return float(total.detach()) / count, [p.detach() - p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("num_ranks", "degree"), [(4, 2), (3, 3), *(pytest.param(n, n, marks=pytest.mark.deep) for n in (1, 2))]
+)
 def test_labels_that_leave_out_tokens_weigh_as_one_device_weighs_them(ranks, num_ranks, degree):
     expected_loss, expected = by_hand(labels_of)
     for loss, weights in ranks(num_ranks).run(train_with_labels, degree):

@@ -74,7 +74,7 @@ def logits_slowly(model, tokens_T, cu_seqlens):
 @pytest.mark.parametrize(
     "spec",
     [
-        pytest.param(spec, id=name, marks=[pytest.mark.deep] * (name == "2d, frames of 1"))
+        pytest.param(spec, id=name, marks=[pytest.mark.deep] * (name in ("2d, frames of 1", "2d, one frame")))
         for name, spec in SPECS.items()
     ],
 )

@@ -223,6 +223,10 @@ def test_ranks_whose_clocks_differ_measure_the_same_packs_within_the_budget(rank
     assert one == other
     assert [len(one.of_degree(degree)) for degree in (1, 2)] == [FEWEST + 1] * 2
     assert {row.repeats for row in one.rows} == {1}
+
+
+@pytest.mark.deep
+def test_ranks_whose_clocks_differ_measure_all_packs_several_times_if_there_is_time(ranks):
     one, other = ranks(2).run(hurried, 1e9)
     assert one == other
     assert {row.repeats for row in one.rows} == {4}

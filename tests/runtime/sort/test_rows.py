@@ -69,8 +69,9 @@ def test_a_thousand_drawn_inputs_come_out_as_numpy_sorts_them(ranks, num_ranks):
 @pytest.mark.parametrize("num_ranks", [4, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2))])
 def test_every_dtype_is_sorted_by_row_and_as_a_key(ranks, num_ranks):
     sizes = [90, 0, 31, 200][:num_ranks]
-    drawn = [(7, sizes, 2, name, kind, None) for name in NAMES for kind in ("whole", "special")]
-    drawn += [(8, sizes, 1, "int32", kind, name) for name in NAMES for kind in ("whole", "special")]
+    kinds = (("special",), ("special",)) if num_ranks == 4 else (("whole", "special"),) * 2
+    drawn = [(7, sizes, 2, name, kind, None) for name in NAMES for kind in kinds[0]]
+    drawn += [(8, sizes, 1, "int32", kind, name) for name in NAMES for kind in kinds[1]]
     ranks(num_ranks).run(check_drawn, drawn)
 
 

@@ -191,13 +191,13 @@ def intact(ranks, tmp_path_factory) -> Path:
     return checkpoint.latest(folder)
 
 
-@pytest.mark.parametrize("num_bytes", [80, pytest.param(10**6, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_bytes", [24, pytest.param(10**6, marks=pytest.mark.deep)])
 def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact, num_bytes):
     rng = random.Random(0)
     assert len(list(intact.iterdir())) == 4  # two ranks' tensors, what lies where, and state.json
     for file in intact.iterdir():
         original = file.read_bytes()
-        most = num_bytes if file.name == "state.json" else 40
+        most = num_bytes if file.name == "state.json" else min(num_bytes // 2, 40)
         for at in rng.sample(range(len(original)), min(most, len(original))):
             changed = original[:at] + bytes([original[at] ^ rng.randint(1, 255)]) + original[at + 1 :]
             file.write_bytes(changed)
@@ -270,7 +270,12 @@ def test_one_process_refuses_weights_of_another_model(intact):
             marks=pytest.mark.deep,
         ),
         (1, 2, "holds ['momentum_buffer'] of sgd, which keeps none in this run; set optim.momentum"),
-        (2, 1, "holds no tensors of sgd, which keeps ['momentum_buffer'] in this run; set optim.momentum"),
+        pytest.param(
+            2,
+            1,
+            "holds no tensors of sgd, which keeps ['momentum_buffer'] in this run; set optim.momentum",
+            marks=pytest.mark.deep,
+        ),
     ],
 )
 def test_a_checkpoint_of_another_optimizer_is_refused(ranks, tmp_path, saved_with, loaded_with, message):

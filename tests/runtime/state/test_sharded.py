@@ -13,8 +13,8 @@ from lengthwise.core.layout import sharded_by_unit
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.models.first_weights import DrawnWeights, model_to_fill
 from lengthwise.runtime.models.registry import build_model, empty_model
+from lengthwise.runtime.state import sharded_weights
 from lengthwise.runtime.state.sharded import ShardedState
-from lengthwise.runtime.state.sharded_weights import MAX_ROUTES
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
 from tests.runtime.parallel.cases import live_bytes
@@ -185,20 +185,26 @@ def _bytes_after_strategies():
     return found
 
 
-def test_only_so_many_routes_are_remembered_and_forgotten_ones_are_found_again(ranks):
-    ranks(4).run(_check_routes)
+@pytest.mark.parametrize("most", [8, pytest.param(sharded_weights.MAX_ROUTES, marks=pytest.mark.deep)])
+def test_only_so_many_routes_are_remembered_and_forgotten_ones_are_found_again(ranks, most):
+    ranks(4).run(_check_routes, most)
 
 
-def _check_routes():
+def _check_routes(most):
+    with mock.patch.object(sharded_weights, "MAX_ROUTES", most):
+        _check_most_routes(most)
+
+
+def _check_most_routes(most):
     world, rng = local_world(), random.Random(3)
     _, state = new_state(world, torch.float64)
     seen = []
-    while len(set(seen)) <= MAX_ROUTES + 10:
+    while len(set(seen)) <= most + 10:
         seen.append(random_case(SPEC, rng.randrange(10**6), world.size)[1].holdings(0))
         state.hold(seen[-1])
-        assert len(state._routes) == min(len(set(seen)), MAX_ROUTES)
+        assert len(state._routes) == min(len(set(seen)), most)
     newest = [holdings for _, holdings in state._routes]
-    assert newest == list(dict.fromkeys(reversed(seen)))[:MAX_ROUTES][::-1], "the least recently used go first"
+    assert newest == list(dict.fromkeys(reversed(seen)))[:most][::-1], "the least recently used go first"
     state.hold(next(one for one in seen if one not in newest))
     state.pull()
     state.finish_push()

@@ -96,7 +96,7 @@ def _run_with_decay(path: str) -> dict[str, torch.Tensor]:
     return master_weights(trainer.state)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, [6, 8]), (5, [5, 8])])
+@pytest.mark.parametrize(("every", "steps"), [(0, [6, 8]), pytest.param(5, [5, 8], marks=pytest.mark.deep)])
 def test_it_comes_every_so_many_steps_or_after_each_epoch_and_at_the_end(ranks, tmp_path, every, steps):
     """An epoch has six batches."""
     ranks(1).run(run_validated, str(tmp_path), every=every)
@@ -114,14 +114,14 @@ def undisturbed(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "way",
-    [(4, False), (6, True), *(pytest.param(way, marks=pytest.mark.deep) for way in ((4, True), (3, False), (2, True)))],
+    [(6, True), *(pytest.param(way, marks=pytest.mark.deep) for way in ((4, False), (4, True), (3, False), (2, True)))],
 )
 def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, undisturbed, tmp_path, way):
     """Stopped after a step, or within its validation, of which nothing counts before it comes again."""
     (whole, expected), parts = undisturbed, tmp_path
     found = ranks(2).run(_stop_and_resume, str(parts), *way)[0]
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
-    assert validations(parts) == validations(whole) and len(validations(whole)) == 3
+    assert validations(parts) == validations(whole) and list(validations(whole)) == [2, 4, 6]
     states = [checkpoint.read_state(path / "checkpoints" / "step_00000006")["validation"] for path in (whole, parts)]
     assert states[0] == states[1]
     assert states[0]["best_loss"] == min(validations(whole).values())

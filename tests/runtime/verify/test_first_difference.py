@@ -121,12 +121,12 @@ PLACES = {
 }
 
 
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 @pytest.mark.parametrize("place", PLACES)
-def test_the_first_place_where_slots_meet_is_named_alike_on_every_rank(ranks, place):
-    for num_ranks in (1, 2):
-        for told in ranks(num_ranks).run(located, partial(built, Model, place)):
-            assert told.startswith(PLACES[place]), told
-            assert told.endswith(". check=False trains it all the same")
+def test_the_first_place_where_slots_meet_is_named_alike_on_every_rank(ranks, place, num_ranks):
+    for told in ranks(num_ranks).run(located, partial(built, Model, place)):
+        assert told.startswith(PLACES[place]), told
+        assert told.endswith(". check=False trains it all the same")
 
 
 def test_a_difference_is_relative_to_the_largest_output_and_more_than_rounding(ranks):

@@ -109,7 +109,9 @@ def test_a_coefficient_that_changes_is_noticed_at_the_update_where_the_model_mak
         trained(loss_of, planner=TOGETHER)
 
 
-@pytest.mark.parametrize(("begins", "noticed"), [(1, 1), (2, 2), (3, 4)])
+@pytest.mark.parametrize(
+    ("begins", "noticed"), [(3, 4), *(pytest.param(*step, marks=pytest.mark.deep) for step in ((1, 1), (2, 2)))]
+)
 def test_a_coefficient_that_changes_is_noticed_now_and_then_where_the_checked_loss_costs_something(begins, noticed):
     numbers = []
 
@@ -183,7 +185,7 @@ def under_autocast(loss_of):
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.deep)])
 def test_autocast_lets_no_other_loss_through(dtype):
     made = partial(trained, planner=TOGETHER)
     for other in (shifted_by_hand, partial(annealed, begins=0)):
@@ -203,8 +205,17 @@ def summed(model, micro_batch, step):
     return F.cross_entropy(logits[0], micro_batch.labels, reduction="none").sum() / micro_batch.num_targets
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("loss_of", [of_wide_logits, summed])
+@pytest.mark.parametrize(
+    ("loss_of", "dtype"),
+    [
+        (of_wide_logits, torch.bfloat16),
+        (summed, torch.float16),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in ((of_wide_logits, torch.float16), (summed, torch.bfloat16))
+        ),
+    ],
+)
 def test_one_loss_in_16_bits_is_recognized_whatever_rounds_it_with_a_warning(dtype, loss_of, caplog):
     assert trained(loss_of, planner=TOGETHER, model=Plain().to(dtype)) == STEPS
     assert caplog.text.count("is taken for the checked one") == 1
