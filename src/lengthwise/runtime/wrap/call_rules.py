@@ -5,12 +5,17 @@ model computes two sequences of different length on one device; where a size fol
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.recorded_operations import Operations
+
+Place = tuple[str, CodeType, int]
+"""A kind of call, the code that makes it and where in that code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,12 @@ class ForwardCalls:
     scalars: int = 0
     """Draws of a single uniform number, such as those of layer drop."""
     products: list[Product] = field(default_factory=list)
+    places: dict[Place, int | None] = field(default_factory=dict)
+    """What is counted from at places in the code that may make positions; None: not one number for each slot."""
+
+    def note_place(self, place: Place, start: int | None) -> None:
+        """Record a call, which counts from ``start`` for each slot; None: it does not."""
+        self.places[place] = start if self.places.get(place, start) == start else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +99,8 @@ class CallRules:
     """Draws of a single uniform number."""
     products: tuple[Product, ...] = ()
     """Empty where there is no attention by hand."""
+    places: Mapping[Place, int] = field(default_factory=dict)
+    """What positions are counted from at places in the code that make them."""
 
 
 def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int]) -> CallRules:
@@ -113,7 +126,10 @@ def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int])
             f"the model computes an attention by hand for {lengths[0]} slots in another way than for {lengths[1]}; a "
             "forward must not depend on the length of its sequences"
         )
-    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products))
+    places = {
+        place: start for place, start in first.places.items() if start is not None and second.places.get(place) == start
+    }
+    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products), places=places)
 
 
 def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> CallRule:

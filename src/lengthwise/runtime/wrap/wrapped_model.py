@@ -247,7 +247,7 @@ class WrappedModel:
                     self.masks.note(number, call.mask, call.shape)
                     if call.operations is not None:
                         self.masks.note_operations(number, call.operations)
-        needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
+        needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars or self.rules.places)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
