@@ -111,11 +111,11 @@ class PositionCalls(AttentionCalls):
         if not is_answered:
             return None
         assert self.shard is not None, "a micro-batch is computed"
-        most = table.shape[axis] - start
-        if self.shard.longest > most:
+        num_rows = table.shape[axis] - start
+        if self.shard.longest > num_rows:
             raise InputError(
                 f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
-                f"{tuple(table.shape)} is for {most:,}; set max_length={most}"
+                f"{tuple(table.shape)} is for {num_rows:,}; set max_length={num_rows}"
             )
         return table.index_select(axis, self._from(start))
 
@@ -205,10 +205,10 @@ def _place(kind: str) -> Place:
 def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
     """The whole numbers that ``torch.arange`` counts from and up to, by ones; None: it does otherwise."""
     names = ("end",) if len(args) == 1 and "end" not in kwargs else ("start", "end", "step")
-    given = dict(zip(names, args)) | kwargs
-    start, end, step = given.get("start", 0), given.get("end"), given.get("step", 1)
+    bounds = dict(zip(names, args)) | kwargs
+    start, end, step = bounds.get("start", 0), bounds.get("end"), bounds.get("step", 1)
     is_whole = all(isinstance(x, int) or (isinstance(x, float) and x.is_integer()) for x in (start, end, step))
-    if not is_whole or step != 1 or "out" in given:
+    if not is_whole or step != 1 or "out" in bounds:
         return None
     return start, cast(float, end)
 

@@ -40,6 +40,13 @@ _OTHER_NOISE = (
     Tensor.bernoulli, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
     F.gumbel_softmax, torch.rrelu, torch.rrelu_,
 )  # fmt: skip
+_GROWS = {
+    "attention": "",
+    "positions": ", nor on tables that grow with the longest call: make them in __init__, or call the model before "
+    "prepare once with as many tokens as a pack may have",
+    "noise": ", such as a dropout of 0 that grows: prepare the model with a small one, or as it will be",
+}
+"""What may change the number of calls of a kind, and what to do about it."""
 LOCAL = 1 << 21
 """Offset of the numbers of attention calls within slots, for their random draws."""
 
@@ -113,8 +120,8 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
             if made != expected:
                 raise CheckError(
                     f"the forward made {made} calls of {name}, where it made {expected} when it was prepared; what it "
-                    "computes must not depend on the data, on the mode it is in, or on a setting that changes later, "
-                    "such as a dropout of 0 that grows: prepare the model with a small one, or as it will be"
+                    "computes must not depend on the data, on the mode it is in, or on a setting that changes later"
+                    f"{_GROWS[name]}"
                 )
 
     def skip(self, layer: int) -> None:
