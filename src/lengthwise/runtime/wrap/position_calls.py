@@ -1,7 +1,8 @@
 """Record or answer the calls of a forward that make positions: ``torch.arange`` over slots, the first rows of a table.
 
-Calls that count from 0 are known by their number. Those that count from elsewhere, or make positions of ones or of a
-list, are known by their place in the model's code: there may be any number of others, such as one for each chunk.
+Calls of ``arange`` and cuts ``[:n]`` that count from 0 are known by their number. Those that count from elsewhere, by
+``narrow``, of ones or of a list, are known by their place in the model's code: there may be any number of others, such
+as one for each chunk.
 See :class:`~lengthwise.runtime.wrap.torch_function_mode.InterceptCalls`, which meets them.
 """
 
@@ -56,11 +57,10 @@ class PositionCalls(AttentionCalls):
         if bounds is None or _is_called_in("transformers.masking_utils", "transformers.integrations.moe"):
             return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given; places in a sort
         start, end = bounds
-        if start:
+        if start or len(args) > 2 or not isinstance(end, int):
             is_answered = self._is_known("arange", int(start), int(end - start))
         else:
-            rule = self._rule("positions", ForwardCall(kind="arange", shape=(int(end),), layer=self.layer))
-            is_answered = rule is not None and rule.dim is not None
+            is_answered = self._is_numbered("arange", end)
         if not is_answered:
             return func(*args, **kwargs)
         is_whole = isinstance(start, int) and isinstance(end, int)
@@ -90,26 +90,20 @@ class PositionCalls(AttentionCalls):
             return func(table, index)
         cut, start = cuts[0], starts[cuts[0]]
         assert start is not None, "it is where a cut begins"
-        rows = self._rows(table, _axis(table, parts, cut), start, parts[cut].stop - start)
-        if rows is None:
+        count = parts[cut].stop - start
+        if not (self._is_known("table", start, count) if start else self._is_numbered("table", count)):
             return func(table, index)
+        rows = self._rows(table, _axis(table, parts, cut), start)
         return func(rows, tuple(slice(None) if place == cut else part for place, part in enumerate(parts)))
 
     def _narrow(self, func: Any, input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
-        """Answer the first rows of a position table."""
+        """Answer the first rows of a position table, or as many from a later one."""
         is_table = id(input) in self._tables and isinstance(start, int) and isinstance(length, int) and start >= 0
-        rows = self._rows(input, dim, start, length) if is_table else None
-        return func(input, dim, start, length) if rows is None else rows
+        is_answered = is_table and self._is_known("narrow", start, length)
+        return self._rows(input, dim, start) if is_answered else func(input, dim, start, length)
 
-    def _rows(self, table: Tensor, axis: int, start: int, count: int) -> Tensor | None:
-        """The rows of this rank's positions, from ``start``; None: they are others."""
-        if start:
-            is_answered = self._is_known("table", start, count)
-        else:
-            rule = self._rule("positions", ForwardCall(kind="table", shape=(count,), layer=self.layer))
-            is_answered = rule is not None and rule.dim is not None
-        if not is_answered:
-            return None
+    def _rows(self, table: Tensor, axis: int, start: int) -> Tensor:
+        """The rows of this rank's positions, from ``start``."""
         assert self.shard is not None, "a micro-batch is computed"
         num_rows = table.shape[axis] - start
         if self.shard.longest > num_rows:
@@ -150,6 +144,11 @@ class PositionCalls(AttentionCalls):
         """The positions of this rank's slots, where the first is ``start``."""
         assert self.shard is not None, "a micro-batch is computed"
         return self.shard.positions + start if start else self.shard.positions
+
+    def _is_numbered(self, kind: str, count: int) -> bool:
+        """Whether a call that counts from 0 is one of positions, known by its number; count it."""
+        rule = self._rule("positions", ForwardCall(kind=kind, shape=(count,), layer=self.layer))
+        return rule is not None and rule.dim is not None
 
     def _is_known(self, kind: str, start: int, count: int) -> bool:
         """Whether a call is one of positions, known by its place in the code; where rules are learned, record it.
