@@ -53,3 +53,17 @@ def test_products_by_hand_that_are_others_for_another_length_are_refused():
     for made in ((scores, other), (scores,)):
         with pytest.raises(InputError, match="computes an attention by hand for 11 slots in another way than for 7"):
             rules_of(SEEN, AGAIN, products=((other, scores), made))
+
+
+def test_places_that_count_one_number_for_each_slot_from_the_same_start_make_positions():
+    def code():
+        """Stand for the code of a model."""
+
+    ones, others = ForwardCalls(), ForwardCalls()
+    for number, starts in enumerate([(1, 1), (1, 2), (1, None), (None, 1)]):
+        for calls, start in zip((ones, others), starts):
+            calls.note_place(("arange", code.__code__, number), start)
+    for start in (1, 2):
+        ones.note_place(("arange", code.__code__, 9), start)
+        others.note_place(("arange", code.__code__, 9), 1)
+    assert compare(ones, others, LENGTHS).places == {("arange", code.__code__, 0): 1}

@@ -5,12 +5,17 @@ model computes two sequences of different length on one device; where a size fol
 """
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.recorded_operations import Operations
+
+Place = tuple[str, CodeType, int]
+"""A kind of call, the code that makes it and where in that code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,12 @@ class ForwardCalls:
     scalars: int = 0
     """Draws of a single uniform number, such as those of layer drop."""
     products: list[Product] = field(default_factory=list)
+    places: dict[Place, int | None] = field(default_factory=dict)
+    """What is counted from at places in the code that may make positions; None: not one number for each slot."""
+
+    def note_place(self, place: Place, start: int | None) -> None:
+        """Record a call, which counts from ``start`` for each slot; None: it does not."""
+        self.places[place] = start if self.places.get(place, start) == start else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +99,22 @@ class CallRules:
     """Draws of a single uniform number."""
     products: tuple[Product, ...] = ()
     """Empty where there is no attention by hand."""
+    places: Mapping[Place, int] = field(default_factory=dict)
+    """What positions are counted from at places in the code that make them."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any call of the forward is to be met."""
+        has_positions = bool(self.places) or any(rule.dim is not None for rule in self.positions)
+        return has_positions or bool(self.attention or self.noise or self.scalars)
 
 
-def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int]) -> CallRules:
+def compare(
+    first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int], *, table_made: Callable[[], str] = str
+) -> CallRules:
     """Derive the rules of a forward from its calls for two sequences of ``lengths`` slots.
+
+    ``table_made``: names a table that the forwards made, in words that follow an error's; an empty string: none.
 
     Raises:
         InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
@@ -102,7 +125,7 @@ def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int])
         if len(first_calls) != len(others):
             raise InputError(
                 f"the model makes {len(first_calls)} calls of {name} for {lengths[0]} slots and {len(others)} "
-                f"for {lengths[1]}; a forward must not depend on the length of its sequences"
+                f"for {lengths[1]}; a forward must not depend on the length of its sequences{table_made()}"
             )
         rules[name] = tuple(
             _rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(first_calls, others))
@@ -113,7 +136,10 @@ def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int])
             f"the model computes an attention by hand for {lengths[0]} slots in another way than for {lengths[1]}; a "
             "forward must not depend on the length of its sequences"
         )
-    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products))
+    places = {
+        place: start for place, start in first.places.items() if start is not None and second.places.get(place) == start
+    }
+    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products), places=places)
 
 
 def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> CallRule:

@@ -51,6 +51,8 @@ class CallCounts:
     registered: int = 0
     """Attention calls through the registry of transformers."""
     positions: int = 0
+    known_places: int = 0
+    """Calls that make positions, known by their place in the code."""
     noise: int = 0
     products: int = 0
     """Products of two tensors, such as that of queries and keys."""

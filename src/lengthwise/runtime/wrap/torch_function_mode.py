@@ -5,11 +5,9 @@ Transformer acts on each token by itself. The model's code is untouched: calls a
 overridden, while the model's own forward runs.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap import flash_kernels as kernels
-from lengthwise.runtime.wrap.attention_calls import AttentionCalls, slots_first
+from lengthwise.runtime.wrap.attention_calls import slots_first
 from lengthwise.runtime.wrap.call_rules import CallRule, CallRules, ForwardCall, ForwardCalls
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import (
@@ -32,6 +30,7 @@ from lengthwise.runtime.wrap.counter_rng import (
 )
 from lengthwise.runtime.wrap.custom_masks import ON_PACKS, MaskTables
 from lengthwise.runtime.wrap.manual_attention import ADDED_PRODUCTS, PRODUCTS, find_scores
+from lengthwise.runtime.wrap.position_calls import PositionCalls
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 from lengthwise.runtime.wrap.unusable import attention_weights
 
@@ -41,11 +40,18 @@ _OTHER_NOISE = (
     Tensor.bernoulli, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
     F.gumbel_softmax, torch.rrelu, torch.rrelu_,
 )  # fmt: skip
+_GROWS = {
+    "attention": "",
+    "positions": ", nor on tables that grow with the longest call: make them in __init__, or call the model before "
+    "prepare once with as many tokens as a pack may have",
+    "noise": ", such as a dropout of 0 that grows: prepare the model with a small one, or as it will be",
+}
+"""What may change the number of calls of a kind, and what to do about it."""
 LOCAL = 1 << 21
 """Offset of the numbers of attention calls within slots, for their random draws."""
 
 
-class InterceptCalls(AttentionCalls, TorchFunctionMode):
+class InterceptCalls(PositionCalls, TorchFunctionMode):
     """Records a forward's calls in ``calls`` or, if there are ``rules``, answers them by those.
 
     With ``calls``, ``rules`` and ``masks``, the masks of one whole sequence are noted, and nothing attends.
@@ -60,9 +66,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         rules: CallRules | None = None,
         masks: MaskTables | None = None,
     ) -> None:
-        AttentionCalls.__init__(self, calls, rules, masks)
+        PositionCalls.__init__(self, constants, calls, rules, masks)
         TorchFunctionMode.__init__(self)
-        self._tables = {id(constant): constant for constant in constants}
         self._imported = imported
         self._checked_ends: tuple[Tensor | None, int, PackShard | None] = (None, 0, None)
         self._answers: dict[Any, Callable[..., Any]] = {
@@ -71,8 +76,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             F.dropout: self._dropout,
             torch.dropout: self._plain_dropout,
             F.rrelu: self._rrelu,
-            torch.arange: self._arange,
-            Tensor.__getitem__: self._item,
+            **self._position_answers,
             torch.randn_like: self._randn_like,
             torch.rand_like: self._rand_like,
             **dict.fromkeys(_OTHER_NOISE, self._other_noise),
@@ -116,8 +120,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             if made != expected:
                 raise CheckError(
                     f"the forward made {made} calls of {name}, where it made {expected} when it was prepared; what it "
-                    "computes must not depend on the data, on the mode it is in, or on a setting that changes later, "
-                    "such as a dropout of 0 that grows: prepare the model with a small one, or as it will be"
+                    "computes must not depend on the data, on the mode it is in, or on a setting that changes later"
+                    f"{_GROWS[name]}"
                 )
 
     def skip(self, layer: int) -> None:
@@ -313,63 +317,9 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
             )
         return self.shard, rule.dim
 
-    def _arange(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        end = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else kwargs.get("end")
-        if not isinstance(end, int) or kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
-            return func(*args, **kwargs)
-        if _is_called_in("transformers.masking_utils", "transformers.integrations.moe"):
-            return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given; places in a sort
-        rule = self._rule("positions", ForwardCall(kind="arange", shape=(end,), layer=self.layer))
-        if rule is None or rule.dim is None:
-            return func(*args, **kwargs)
-        assert self.shard is not None, "rules come with a micro-batch"
-        return self.shard.positions.to(kwargs.get("device"), kwargs.get("dtype") or torch.int64)
-
-    def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
-        """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
-        if id(table) not in self._tables:
-            return func(table, index)
-        parts = index if isinstance(index, tuple) else (index,)
-        cuts = [axis_number for axis_number, part in enumerate(parts) if _is_start(part)]
-        if len(cuts) != 1 or any(isinstance(part, Tensor | list | bool) for part in parts):
-            return func(table, index)
-        rule = self._rule("positions", ForwardCall(kind="table", shape=(parts[cuts[0]].stop,), layer=self.layer))
-        if rule is None or rule.dim is None:
-            return func(table, index)
-        assert self.shard is not None, "rules come with a micro-batch"
-        cut, axis = cuts[0], _axis(table, parts, cuts[0])
-        if self.shard.longest > table.shape[axis]:
-            raise InputError(
-                f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
-                f"{tuple(table.shape)} is for {table.shape[axis]:,}; set max_length={table.shape[axis]}"
-            )
-        rest = tuple(slice(None) if axis_number == cut else part for axis_number, part in enumerate(parts))
-        return func(table.index_select(axis, self.shard.positions), rest)
-
-
-def _is_called_in(*modules: str) -> bool:
-    """Whether the intercepted torch call was made in one of ``modules``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.overrides"):
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") in modules
-
 
 _SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
 """Functions whose third argument says whether they draw."""
-
-
-def _is_start(part: Any) -> bool:
-    """Whether a part of an index is ``[:n]``."""
-    return isinstance(part, slice) and part.start in (None, 0) and isinstance(part.stop, int) and part.step in (None, 1)
-
-
-def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
-    """The axis of the table that part ``cut`` of an index slices."""
-    before, after = parts[:cut], parts[cut:]
-    if any(part is Ellipsis for part in before):
-        return table.dim() - sum(part is not None for part in after)
-    return sum(part is not None for part in before)
 
 
 @contextmanager

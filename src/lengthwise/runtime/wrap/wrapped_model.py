@@ -44,6 +44,7 @@ from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
 from lengthwise.runtime.wrap.split_products import splitting
 from lengthwise.runtime.wrap.stage_pass import StageEndError
+from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.structure import find_structure, hugging_face_models
 from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
@@ -228,7 +229,7 @@ class WrappedModel:
             self.layers.check(self.structure, each_attends=None)
             self.by_sequence.learn(lengths)
             return
-        seen = []
+        seen, state = [], StateBetweenCalls(self.model)
         self.masks.use(self.structure.computed_dtype)
         for forward in forwards:
             calls = ForwardCalls()
@@ -236,7 +237,7 @@ class WrappedModel:
             forward()
             self.layers.end()
             seen.append(calls)
-        self.rules = compare(seen[0], seen[1], lengths)
+        self.rules = compare(seen[0], seen[1], lengths, table_made=state.table_made)
         self.layers.check(self.structure, each_attends=not is_compared)
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
@@ -246,9 +247,7 @@ class WrappedModel:
                     self.masks.note(number, call.mask, call.shape)
                     if call.operations is not None:
                         self.masks.note_operations(number, call.operations)
-        needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
-        needed = needed or any(rule.dim is not None for rule in self.rules.positions)
-        self._intercept = self._new_intercept(rules=self.rules) if needed else None
+        self._intercept = self._new_intercept(rules=self.rules) if self.rules.is_needed else None
         self.layers.intercept = self._intercept
 
     def _new_intercept(self, *, calls: ForwardCalls | None = None, rules: CallRules | None = None) -> InterceptCalls:
