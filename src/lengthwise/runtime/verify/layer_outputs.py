@@ -74,14 +74,14 @@ class LayerOutputs:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in lists, tuples, dictionaries and dataclasses, in order."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def note(leaf: Tensor) -> Tensor:
-        found.append(leaf)
+        tensors.append(leaf)
         return leaf
 
     with_tensors(value, note)
-    return found
+    return tensors
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
