@@ -18,11 +18,12 @@ from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InfeasibleError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.host_blocks import host_memory_bytes
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied
 from lengthwise.runtime.verify.layer_outputs import LayerOutputs, tensors_in
-from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
+from lengthwise.runtime.verify.precision import TOLERANCES, Tolerance, compare_precisely
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
     gradients_of_loss,
@@ -45,6 +46,8 @@ HALF = 1e-2
 FLOOR, HIDDEN_FLOOR = 0.1, 1e-3
 """The share of the usual norm of a slot's gradient or output of which rounding is a part, where its own is smaller; and
 of what a layer returns."""
+COPIES = 4
+"""Of what a model returns, that its loss and the gradient hold at once."""
 AT_ONCE = 1 << 22
 """Numbers that are compared at once."""
 
@@ -139,6 +142,8 @@ def _differences(
     for with_gradients in (False,) if is_summed_over_ranks(run) else (True, False):
         try:
             few = _few(run, lengths, fill, with_gradients=with_gradients)
+            if not _fits_host(run, few, copies, tolerance):
+                break
             graph_from = None if not with_gradients else 0 if few.of_parameters else few.num_calls
             many = _computed(run, lengths, copies, graph_from, few=few, relative=tolerance.relative)
         except Exception as error:
@@ -158,6 +163,18 @@ def _differences(
             gradients=max(*gradients, _of_parameters(run, few, many, copies, tolerance), 0.0),
         )
     return _Differences(hidden=2.0)
+
+
+def _fits_host(run: PreparedModel, few: _Computed, copies: int, tolerance: Tolerance) -> bool:
+    """Whether logits of a large pack fit into the host's memory, in a finer dtype than the model's own; a CPU runs out
+    of memory without an error.
+    """
+    is_own = run.state.compute_dtype is torch.float64 or tolerance.relative > TOLERANCES[torch.float64].relative
+    if is_own or run.world.device.type != "cpu":
+        return True
+    free, _ = host_memory_bytes()
+    num_bytes = COPIES * 8 * copies * sum(value.numel() for value in few.outputs.values())
+    return num_bytes < free / (2 * (run.world.ranks_per_node or run.world.size))
 
 
 def _few(run: PreparedModel, lengths: tuple[int, ...], fill: Fill, *, with_gradients: bool) -> _Computed:
