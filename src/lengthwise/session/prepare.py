@@ -35,6 +35,7 @@ from lengthwise.runtime.state.optimizer_trial import lr_function
 from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.longest_check import check_longest
 from lengthwise.runtime.verify.prefix_check import check_shared_prefixes
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
@@ -325,15 +326,18 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
     """Compare what plans may compute with the stock model; ``longest``: None compares short sequences alone."""
     size, per_node = prepared.world.size, prepared.world.ranks_per_node
     shown = options.verbose and prepared.world.is_first
+    degrees = [degree for degree in degrees_of(size, per_node or size) if degree <= (options.max_degree or size)]
+    num_slots = None if longest is None else longest // options.slot_tokens
     with progress_bar("comparing with the stock model", shown=shown) as advance:
         check_exact(
             prepared,
-            degrees=[degree for degree in degrees_of(size, per_node or size) if degree <= (options.max_degree or size)],
+            degrees=degrees,
             methods=options.sharing_methods,
             recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
-            longest=None if longest is None else longest // options.slot_tokens,
+            longest=num_slots,
             on_progress=advance,
         )
+    check_longest(prepared, degrees=degrees, methods=options.sharing_methods, longest=num_slots)
 
 
 def _check_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds) -> None:

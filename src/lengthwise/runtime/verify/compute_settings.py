@@ -105,7 +105,7 @@ def settings_of(
         ]
     if longest <= lengths[0] or run.collator.compared_lengths:
         return settings
-    long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
+    long = slots_with_gradients(run, longest)
     settings += [
         ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
         for degree in sorted({1, max_degree})
@@ -123,6 +123,12 @@ def settings_of(
             ComputeSetting(lengths=(length, 5), degree=max_degree, method=methods[0], recompute="none", gradients=False)
         )
     return settings
+
+
+def slots_with_gradients(run: PreparedModel, longest: int) -> int:
+    """Slots of the longest sequence whose gradients are compared, of a corpus whose longest has ``longest``."""
+    work = WORK.get(run.world.device.type, WORK["cuda"])
+    return min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
 
 
 def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple[int, ...]:

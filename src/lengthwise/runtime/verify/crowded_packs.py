@@ -2,29 +2,38 @@
 
 Small packs do not show it: experts that take so many tokens and no more, a table or an assertion that ends at the
 longest sequence, a loss that is made in chunks. So two sequences in a pack by themselves are compared with every copy
-of them in a pack that is large, in the model's own dtype: the hidden states that the last layer returns, the loss, and
-where weights are at hand the loss's gradient for those hidden states. Layers are computed without gradients.
+of them in a pack that is large, in float64 where memory allows and with zeros among the weights filled: what the layer
+that is called last returns, what the model returns, the loss, and where weights are at hand the loss's gradient for
+that layer's output, or for all parameters where no layer returns something by slot. Layers are computed without
+gradients otherwise.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, InfeasibleError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.host_blocks import host_memory_bytes
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths, varied
-from lengthwise.runtime.verify.float64_mode import noise_free
-from lengthwise.runtime.verify.precision import tolerance_of
-from lengthwise.runtime.verify.stock_call import is_summed_over_ranks, pack_of, shard_for
-from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.verify.layer_outputs import LayerOutputs, tensors_in
+from lengthwise.runtime.verify.precision import TOLERANCES, Tolerance, compare_precisely
+from lengthwise.runtime.verify.stock_call import (
+    GradientResult,
+    gradients_of_loss,
+    is_summed_over_ranks,
+    pack_of,
+    shard_for,
+)
+from lengthwise.runtime.verify.verdict import NotInThisDtype, NotWithTheseWeights, on_every_rank
+from lengthwise.runtime.verify.worst_difference import worst_difference
+from lengthwise.runtime.verify.zero_weights import Fill
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.made_labels import targets_of_loss
 
@@ -32,6 +41,15 @@ MOST_SLOTS = 8192
 """Slots of the largest pack that is compared."""
 OFTEN = 0.2
 """The share of slots that may differ in half precision, in which a router may choose another expert by rounding."""
+HALF = 1e-2
+"""The relative tolerance of half precision is larger."""
+FLOOR, HIDDEN_FLOOR = 0.1, 1e-3
+"""The share of the usual norm of a slot's gradient or output of which rounding is a part, where its own is smaller; and
+of what a layer returns."""
+COPIES = 4
+"""Of what a model returns, that its loss and the gradient hold at once."""
+AT_ONCE = 1 << 22
+"""Numbers that are compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +57,19 @@ class _Computed:
     """What a model made of a pack."""
 
     hidden: dict[int, Tensor]
-    """[slots, features] what the last layer returned, by its place."""
-    loss: float
-    """Its mean over the targets."""
+    """[slots, features] what the layer called last returned, by its place."""
+    outputs: dict[int, Tensor]
+    """[slots, features] what the model returned, by its place; empty where it was compared at once."""
+    output_share: float
+    """The share of the slots whose outputs differ from those that were given."""
+    loss: float | None
+    """Its mean over the targets; None without any."""
     gradients: dict[int, Tensor]
     """Those of the loss summed over its targets, for ``hidden``; none where they are not made."""
+    of_parameters: list[Tensor]
+    """The same for all parameters, where the graph has all layers."""
+    num_calls: int
+    """Calls of layers that returned something by slot."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +77,11 @@ class _Differences:
     """How a large pack differs from a small one."""
 
     hidden: float
-    """The share of slots whose hidden states do; 2 if memory does not suffice."""
+    """The share of slots whose hidden states or outputs do; 2 if memory does not suffice."""
     loss: float = 0.0
     """The loss's, relative."""
     gradients: float = 0.0
-    """The share of slots whose gradients do."""
+    """The share of slots whose gradients do; 1 if those of parameters do."""
 
 
 def crowding_problem(run: PreparedModel, num_slots: int) -> str:
@@ -64,147 +90,209 @@ def crowding_problem(run: PreparedModel, num_slots: int) -> str:
     A pack that does not fit into memory is halved until one does.
     """
     lengths = traced_lengths(run.collator)
-    copies, worst = num_slots // sum(lengths), _Differences(0.0)
-    with noise_free(run):
-        while copies > 1:
-            try:
-                differences = on_every_rank(
-                    run, partial(_differences, run, lengths, copies), "a pack of many sequences"
-                )
-            except (CheckError, NotInThisDtype) as error:
-                return str(error if isinstance(error, CheckError) else error.reason)
-            row = torch.tensor(astuple(differences), dtype=torch.float64, device=run.world.device)
-            worst = _Differences(*gather_rows(row).amax(0).tolist())
-            if worst.hidden <= 1.0:
-                break
+    copies = num_slots // sum(lengths)
+    while copies > 1:
+        try:
+            compare_precisely(run, partial(_compare, run, lengths, copies))
+        except InfeasibleError:
             copies //= 2
-    return _problem(run, worst, copies * sum(lengths), sum(lengths)) if copies > 1 else ""
+            continue
+        except CheckError as error:
+            return error.marked
+        return ""
+    return ""
 
 
-def _problem(run: PreparedModel, worst: _Differences, num_slots: int, num_few: int) -> str:
-    limit = OFTEN if run.state.compute_dtype in (torch.bfloat16, torch.float16) else 0.0
+def _compare(run: PreparedModel, lengths: tuple[int, ...], copies: int, tolerance: Tolerance, fill: Fill) -> None:
+    """Compare a pack of ``copies`` of each sequence with one of each.
+
+    Raises:
+        CheckError: they differ by more than rounding.
+        NotInThisDtype: there is no memory for it, or the model cannot be computed.
+    """
+    what = "a pack of many sequences"
+    differences = on_every_rank(run, partial(_differences, run, lengths, copies, tolerance, fill), what)
+    row = torch.tensor(astuple(differences), dtype=torch.float64, device=run.world.device)
+    worst = _Differences(*gather_rows(row).amax(0).tolist())
+    if worst.hidden > 1.0:
+        raise NotInThisDtype(InfeasibleError(f"{what} of {copies * sum(lengths):,} slots does not fit into memory"))
+    if problem := _problem(run, worst, copies * sum(lengths), sum(lengths), tolerance):
+        raise CheckError(problem)
+
+
+def _problem(run: PreparedModel, worst: _Differences, num_slots: int, num_few: int, tolerance: Tolerance) -> str:
+    limit = OFTEN if tolerance.relative > HALF else 0.0
     name, sizes = type(run.model).__name__, f"in a pack of {num_slots:,} slots than in one of {num_few}"
     if worst.hidden > limit:
         return (
             f"{name} computes something else of two sequences {sizes}, as experts do that take a fixed number of "
             f"tokens ({worst.hidden:.0%} of the slots differ)"
         )
-    if worst.gradients > limit or worst.loss > tolerance_of(None, run.state.compute_dtype).relative:
-        how = f"the loss differs by {worst.loss:.1e}"
+    if worst.gradients > limit or worst.loss > tolerance.relative:
+        how = f"the loss differs by {worst.loss:.1e} (limit {tolerance.relative:.0e})"
         how += f", and its gradient at {worst.gradients:.0%} of the slots" if worst.gradients else ""
         return f"{name} makes another loss of two sequences {sizes}, as the mean of the means of chunks is ({how})"
     return ""
 
 
-def _differences(run: PreparedModel, lengths: tuple[int, ...], copies: int) -> _Differences:
+def _differences(
+    run: PreparedModel, lengths: tuple[int, ...], copies: int, tolerance: Tolerance, fill: Fill
+) -> _Differences:
     """How a pack of ``copies`` of each sequence differs from one of each, by more than rounding."""
-    has_gradients = not is_summed_over_ranks(run)
-    for with_gradients in (True, False) if has_gradients else (False,):
+    for with_gradients in (False,) if is_summed_over_ranks(run) else (True, False):
         try:
-            few, many = (_computed(run, lengths, number, with_gradients) for number in (1, copies))
+            few = _few(run, lengths, fill, with_gradients=with_gradients)
+            if not _fits_host(run, few, copies, tolerance):
+                break
+            graph_from = None if not with_gradients else 0 if few.of_parameters else few.num_calls
+            many = _computed(run, lengths, copies, graph_from, few=few, relative=tolerance.relative)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             continue
-        relative = tolerance_of(None, run.state.compute_dtype).relative
-        differ = partial(_share_that_differs, lengths=lengths, copies=copies, relative=relative)
-        loss = abs(many.loss - few.loss) / max(abs(few.loss), 1e-6) if isfinite(few.loss) else 0.0
+        loss = 0.0
+        if few.loss is not None and isfinite(few.loss):
+            loss = abs((many.loss or 0.0) - few.loss) / max(abs(few.loss), 1e-6)
+        differ = partial(_share_that_differs, lengths=lengths, copies=copies, relative=tolerance.relative)
+        places = list(few.gradients) or list(few.hidden)[:1]  # what the loss does not use may be of no sequence
+        hidden = [differ(few.hidden[place], many.hidden.get(place), floor=HIDDEN_FLOOR) for place in places]
+        gradients = [differ(few.gradients[place], many.gradients.get(place), floor=FLOOR) for place in few.gradients]
         return _Differences(
-            hidden=differ(few.hidden, many.hidden),
+            hidden=max(*hidden, many.output_share, 0.0, 0.0),
             loss=loss if isfinite(loss) else 1.0,
-            gradients=differ(few.gradients, many.gradients, floor=FLOOR),
+            gradients=max(*gradients, _of_parameters(run, few, many, copies, tolerance), 0.0),
         )
     return _Differences(hidden=2.0)
 
 
-FLOOR = 0.1
-"""The share of the usual norm of a slot's gradient of which rounding is a part, where its own is smaller."""
+def _fits_host(run: PreparedModel, few: _Computed, copies: int, tolerance: Tolerance) -> bool:
+    """Whether logits of a large pack fit into the host's memory, in a finer dtype than the model's own; a CPU runs out
+    of memory without an error.
+    """
+    is_own = run.state.compute_dtype is torch.float64 or tolerance.relative > TOLERANCES[torch.float64].relative
+    if is_own or run.world.device.type != "cpu":
+        return True
+    free, _ = host_memory_bytes()
+    num_bytes = COPIES * 8 * copies * sum(value.numel() for value in few.outputs.values())
+    return num_bytes < free / (2 * (run.world.ranks_per_node or run.world.size))
+
+
+def _few(run: PreparedModel, lengths: tuple[int, ...], fill: Fill, *, with_gradients: bool) -> _Computed:
+    """What the model makes of a pack of one of each sequence.
+
+    Raises:
+        NotWithTheseWeights: it is not finite, or an error of the model's own, where weights were filled.
+    """
+    try:
+        few = _computed(run, lengths, 1, None)
+        if with_gradients and few.num_calls:
+            few = _computed(run, lengths, 1, few.num_calls)
+        if with_gradients and not few.gradients:
+            few = _computed(run, lengths, 1, 0)
+    except (LengthwiseError, NotInThisDtype):
+        raise
+    except (ValueError, AssertionError) as error:
+        if fill is Fill.NOTHING:
+            raise
+        raise NotWithTheseWeights(f"its forward raises {type(error).__name__}") from error
+    are_finite = [bool(part.isfinite().all()) for part in (*few.gradients.values(), *few.of_parameters)]
+    if fill is not Fill.NOTHING and not (all(are_finite) and isfinite(few.loss or 0.0)):
+        raise NotWithTheseWeights("its loss or gradients are not finite")
+    return few
+
+
+def _of_parameters(run: PreparedModel, few: _Computed, many: _Computed, copies: int, tolerance: Tolerance) -> float:
+    """1 if the gradients of parameters differ by more than rounding, which is not judged in half precision."""
+    if not few.of_parameters or not many.of_parameters or tolerance.relative > HALF:
+        return 0.0
+    expected = GradientResult(loss=None, gradients=few.of_parameters)
+    got = GradientResult(loss=None, gradients=[gradient / copies for gradient in many.of_parameters])
+    return float(worst_difference(run, got, expected, tolerance).ratio > 1.0)
 
 
 def _share_that_differs(
-    few: dict[int, Tensor],
-    many: dict[int, Tensor],
+    few: Tensor,
+    many: Tensor | None,
     *,
     lengths: tuple[int, ...],
     copies: int,
     relative: float,
-    floor: float = 0.0,
+    floor: float,
 ) -> float:
     """The share of slots whose values differ by more than ``relative`` of their norm."""
-    name = next((name for name in few if name in many and few[name].shape[1] == many[name].shape[1]), None)
-    if name is None:
+    if many is None or many.shape[1] != few.shape[1]:
         return 0.0
-    expected = torch.cat([part.repeat(copies, 1) for part in few[name].split(lengths)])
-    norms = expected.norm(dim=1)
+    few = few.double()
+    norms = few.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
     limits = relative * norms.clamp(min=floor * float(norms.square().mean().sqrt()))
-    return float((~((many[name] - expected).norm(dim=1) <= limits)).double().mean())
+    num_different = torch.zeros((), dtype=torch.int64, device=many.device)
+    parts = zip(few.split(lengths), limits.split(lengths), many.split([length * copies for length in lengths]))
+    for expected, limit, rows in parts:
+        for got in rows.unflatten(0, (copies, -1)).split(max(1, AT_ONCE // max(1, expected.numel()))):
+            errors = torch.where((got == expected) | (got.isnan() & expected.isnan()), 0.0, got.double() - expected)
+            num_different += (~(errors.norm(dim=2) <= limit)).sum()
+    return float(num_different) / len(many)
 
 
-def _computed(run: PreparedModel, lengths: tuple[int, ...], copies: int, with_gradients: bool) -> _Computed:
-    """What the model makes of ``copies`` of each sequence in a pack.
+def _computed(
+    run: PreparedModel,
+    lengths: tuple[int, ...],
+    copies: int,
+    graph_from: int | None,
+    *,
+    few: _Computed | None = None,
+    relative: float = 0.0,
+) -> _Computed:
+    """What the model makes of ``copies`` of each sequence in a pack, with a graph from a call of a layer on.
 
-    Copies have the number of their sequence, by which it draws, is masked, or looks something up.
+    Copies have the number of their sequence, by which it draws, is masked, or looks something up. ``few``: with which
+    outputs are compared at once, by ``relative`` of their norm.
     """
     numbers = tuple(number for number in range(len(lengths)) for _ in range(copies))
     pack = pack_of(run, lengths, numbers)
     with varied(run, lengths), torch.no_grad(), run.gathered():
         shard = shard_for(run, pack, run.alone)
-        last = _LastLayer(shard.num_slots, with_gradients=with_gradients)
-        with active(shard), last.watched(run):
+        layers = LayerOutputs(shard.num_slots, graph_from=graph_from)
+        with active(shard), layers.watched(run), torch.set_grad_enabled(graph_from == 0):
             micro_batch = run.make(shard, pack)
-            loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
+            output = run.model(**micro_batch.inputs)
+            outputs, share = dict(_outputs(layers, output, has_graph=graph_from is not None)), 0.0
+            if few is not None:
+                differ = partial(_share_that_differs, lengths=lengths, copies=copies, relative=relative, floor=FLOOR)
+                shares = [differ(value, outputs.get(place)) for place, value in few.outputs.items()]
+                outputs, share = {}, max(shares, default=0.0)
+            loss = run.wrapped_model.loss_of(output, micro_batch)
+            del output
             num_targets = targets_of_loss(micro_batch)
+            of_parameters = []
+            if graph_from == 0:
+                of_parameters = gradients_of_loss(run, loss, num_targets, shard)
         shard.passes.clear()  # a circle, which would keep the graph
         return _Computed(
-            hidden={place: last.rows(value.detach()) for place, value in last.outputs.items()},
-            loss=float(loss.detach().double()) if num_targets else float("nan"),
-            gradients=last.gradients(loss, num_targets),
+            hidden={place: layers.rows(value).double() for place, value in layers.tensors.items()},
+            outputs={place: value.double() for place, value in outputs.items()},
+            output_share=share,
+            loss=float(loss.detach().double()) if num_targets else None,
+            gradients=_gradients(layers, loss, num_targets) if graph_from else {},
+            of_parameters=of_parameters,
+            num_calls=layers.num_calls,
         )
 
 
-class _LastLayer:
-    """Notes what the last layer of a model returns for a number of slots; what follows may have gradients."""
+def _outputs(layers: LayerOutputs, output: object, *, has_graph: bool) -> Iterator[tuple[int, Tensor]]:
+    """[slots, features] of what a model returned by slot, and where there is a graph, of what may have gradients."""
+    for place, value in enumerate(tensors_in(output)):
+        if layers.is_of_slots(value) and (value.requires_grad or not has_graph):
+            yield place, layers.rows(value)
 
-    def __init__(self, num_slots: int, *, with_gradients: bool) -> None:
-        self._num_slots, self._with_gradients = num_slots, with_gradients
-        self.outputs: dict[int, Tensor] = {}
-        """By their place."""
 
-    @contextmanager
-    def watched(self, run: PreparedModel) -> Iterator[None]:
-        """Within, what the layer returned last is in :attr:`outputs`."""
-        hook = list(run.wrapped_model.structure.layers)[-1].register_forward_hook(self._note)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _note(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        parts = output if isinstance(output, tuple) else (output,)
-        self.outputs = {place: value for place, value in enumerate(parts) if self._is_of_slots(value)}
-        if not self._with_gradients or not self.outputs:
-            return output
-        torch.set_grad_enabled(True)
-        self.outputs = {place: value.detach().requires_grad_() for place, value in self.outputs.items()}
-        copies = {place: value.clone() for place, value in self.outputs.items()}  # which may change in place
-        parts = tuple(copies.get(place, value) for place, value in enumerate(parts))
-        return type(output)(*parts) if hasattr(output, "_fields") else parts if isinstance(output, tuple) else parts[0]
-
-    def _is_of_slots(self, value: Any) -> bool:
-        is_floating = isinstance(value, Tensor) and value.is_floating_point()
-        return is_floating and value.ndim > 1 and list(value.shape).count(self._num_slots) == 1
-
-    def rows(self, value: Tensor) -> Tensor:
-        """[slots, features] of something of the outputs' shape."""
-        return value.movedim(value.shape.index(self._num_slots), 0).flatten(1).double()
-
-    def gradients(self, loss: Tensor, num_targets: int) -> dict[int, Tensor]:
-        """The gradients of the mean ``loss`` times its targets, for the outputs; none if it does not depend on them."""
-        if not loss.requires_grad or not num_targets or not self.outputs:
-            return {}
-        gradients = torch.autograd.grad(loss, list(self.outputs.values()), allow_unused=True)
-        return {
-            place: self.rows(gradient) * num_targets
-            for place, gradient in zip(self.outputs, gradients)
-            if gradient is not None
-        }
+def _gradients(layers: LayerOutputs, loss: Tensor, num_targets: int) -> dict[int, Tensor]:
+    """The gradients of the mean ``loss`` times its targets, for what a layer returned; none where it uses none."""
+    if not loss.requires_grad or not num_targets or not layers.tensors:
+        return {}
+    gradients = torch.autograd.grad(loss, list(layers.tensors.values()), allow_unused=True)
+    return {
+        place: layers.rows(gradient).double() * num_targets
+        for place, gradient in zip(layers.tensors, gradients)
+        if gradient is not None
+    }

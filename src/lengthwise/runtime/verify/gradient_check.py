@@ -86,7 +86,7 @@ def check_exact(
         state = StateBetweenCalls(run.model, saved_buffers=False)
         try:
             with short_tiles(run.wrapped_model.tiles):
-                _compare(run, settings, tolerance, fill, on_progress)
+                compare_settings(run, settings, tolerance, fill, on_progress)
         except StateError as error:
             raise error if error.is_named else state.error() from None
         finally:
@@ -107,13 +107,20 @@ def check_exact(
     warn_of_zeros(run, unfilled)
 
 
-def _compare(
+def compare_settings(
     run: PreparedModel,
     settings: list[ComputeSetting],
     tolerance: Tolerance,
     fill: Fill,
-    on_progress: Callable[[float], None],
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> None:
+    """Compare packs computed in each of the settings with the stock model; every rank calls this.
+
+    Raises:
+        CheckError: they differ by more than rounding, or the forward changes the model's buffers.
+        NotInThisDtype: the model cannot be computed so.
+        NotWithTheseWeights: the stock model has no finite numbers where weights were filled.
+    """
     before, alone, alone_of = saved_buffers(run.model), GradientResult(loss=0.0, gradients=[]), None
     dry = set[tuple[tuple[int, ...], int, Method, bool]]()
     for number, setting in enumerate(settings):
