@@ -390,7 +390,8 @@ def test_a_folder_in_use_is_refused_to_all_others_until_it_is_removed_under_its_
     assert code == 1 and "error: " in printed and "is in use by a run: process " in printed
     before = len(run.steps())
     run.wait_for(before + 2)
-    assert run.steps() == list(range(len(run.steps())))  # nobody else wrote among its rows
+    steps = run.steps()
+    assert steps == list(range(len(steps)))  # nobody else wrote among its rows
     assert run.folder.read_json("status.json")["state"] == "running"
     run.folder.path.rename(tmp_path / "trash")  # at once, as nobody writes into what is being removed
     code, printed = run.end()

@@ -23,7 +23,7 @@ from tests.runtime.loop.test_plain_modules import built
     ("mask", "reason"),
     [
         ("cross", "it has 11 queries and 6 keys"),
-        ("einsum", r"layers 0, 1, 2 of GPT \(Block\) make no call of attention that is known"),
+        ("einsum", r"layers 0, 1, 2 of GPT \(transformer.h: Block\) make no call of attention that is known"),
     ],
 )
 def test_attention_that_shards_would_change_is_refused_when_it_is_learned(mask, reason):

@@ -28,7 +28,7 @@ class Mixer(nn.Module):
         self.scale = scale
 
     def forward(self, x):
-        return 1.0 + self.scale * torch.ones_like(x).cumsum(1)
+        return 1.0 + self.scale * torch.full_like(x, 1.0).cumsum(1)
 
 
 class Counted(nn.Module):
