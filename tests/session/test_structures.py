@@ -5,12 +5,14 @@ import re
 
 import pytest
 import transformers
+from torch import nn
 
 import lengthwise as lw
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.structure import find_structure
 from tests.runtime.harness import with_check
 from tests.session import layer_forms, odd_models, odd_parameters, structures
+from tests.session.models import Block
 from tests.session.structure_runs import (
     OPTIONS,
     build,
@@ -130,6 +132,15 @@ def test_layers_are_named_by_the_path_of_a_list_of_several_lists_or_of_their_par
     ]
     with pytest.raises(InputError, match=r"Plain has no layers in 'elsewhere'; it has: blocks, .*after"):
         paths("elsewhere")
+
+
+def test_attributes_are_layers_beside_a_module_of_embeddings_and_in_the_one_that_has_them():
+    model = nn.Module()
+    model.words, model.block = nn.ModuleDict({"of": nn.Embedding(3, 16)}), Block(16, 2)
+    assert find_structure(model).layers_name == "words,block"
+    outer = nn.Module()
+    outer.model, outer.head = layer_forms.OnlyLayer(), Block(16, 2)
+    assert find_structure(outer).layers_name == "model.blocks"
 
 
 @pytest.mark.parametrize(

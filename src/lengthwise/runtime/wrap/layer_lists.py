@@ -61,7 +61,7 @@ def find_layers(
 def _path_of(name: str, lists: dict[str, _List]) -> str:
     """The path of a list; of attributes, the paths of all of them."""
     modules = lists[name]
-    return ",".join(modules) if not name or name in modules else name
+    return ",".join(modules) if name in modules else name
 
 
 def other_lists(model: nn.Module, taken: str) -> list[str]:
@@ -191,9 +191,9 @@ def _attributes(model: nn.Module, name: str = "") -> dict[str, _List]:
     """The attributes that have modules themselves, such as an only layer; of what holds the embedding, if one does."""
     parts = {path: part for path, part in _modules_in(name, model).items() if next(part.children(), None) is not None}
     for path, part in parts.items():
-        if any(isinstance(module, nn.Embedding) for module in part.modules()):
-            return _attributes(part, path)
-    return {name: parts} if parts else {}
+        if any(isinstance(module, nn.Embedding) for module in part.modules()) and (inner := _attributes(part, path)):
+            return inner
+    return {next(iter(parts)): parts} if parts else {}
 
 
 def _without_towers(model: nn.Module, outer: dict[str, _List]) -> dict[str, _List]:
