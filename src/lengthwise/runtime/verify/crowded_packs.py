@@ -158,9 +158,9 @@ def _differences(
         hidden = [differ(few.hidden[place], many.hidden.get(place), floor=HIDDEN_FLOOR) for place in places]
         gradients = [differ(few.gradients[place], many.gradients.get(place), floor=FLOOR) for place in few.gradients]
         return _Differences(
-            hidden=max(*hidden, many.output_share, 0.0, 0.0),
+            hidden=max([*hidden, many.output_share]),
             loss=loss if isfinite(loss) else 1.0,
-            gradients=max(*gradients, _of_parameters(run, few, many, copies, tolerance), 0.0),
+            gradients=max([*gradients, _of_parameters(run, few, many, copies, tolerance)]),
         )
     return _Differences(hidden=2.0)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +152,9 @@ class _LastRecomputed:
 
 
 _last = _LastRecomputed()
+_Weakly = list[tuple[str, Any]]
+_flagged = WeakKeyDictionary[nn.Module, tuple[_Weakly, _Weakly]]()
+"""Parameters and modules of each layer by name, which are not searched for at every call: experts may be hundreds."""
 
 
 @contextmanager
@@ -177,8 +181,13 @@ def _flags_of(layer: Any) -> dict[str, bool]:
     """What commonly changes between a forward and its backward, by name: which weights are trained, training modes."""
     if not isinstance(layer, nn.Module):
         return {}
-    trained = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in layer.named_parameters()}
-    return trained | {f"{name}.training".lstrip("."): module.training for name, module in layer.named_modules()}
+    if (flagged := _flagged.get(layer)) is None:
+        trained = [(f"{name}.requires_grad", ref(parameter)) for name, parameter in layer.named_parameters()]
+        modes = [(f"{name}.training".lstrip("."), ref(module)) for name, module in layer.named_modules()]
+        flagged = _flagged[layer] = (trained, modes)
+    trained, modes = flagged
+    there = {name: parameter.requires_grad for name, reference in trained if (parameter := reference()) is not None}
+    return there | {name: module.training for name, reference in modes if (module := reference()) is not None}
 
 
 def _described(number: int, layer: Any, before: dict[str, bool]) -> str:
