@@ -11,6 +11,7 @@ class ManyForms(Plain):
 
     def embed(self, idx):
         parts = (self.from_one, self.from_two, self.narrowed, self.cut_later, self.of_ones, self.of_list, self.data)
+        parts = (*parts, self.of_other_forms)
         return self.of_floats(self.tokens(idx) + sum(part(idx) for part in parts))
 
     def from_one(self, idx):
@@ -27,6 +28,12 @@ class ManyForms(Plain):
 
     def cut_later(self, idx):
         return self.places.weight[None, 2 : 2 + idx.shape[1]]
+
+    def of_other_forms(self, idx):
+        """The first rows of tables in another dtype or form."""
+        n, table = idx.shape[1], self.places.weight
+        rows = table.to(torch.float32)[:n].double() + table.detach().clone()[1 : n + 1] + table.unsqueeze(0)[:, :n]
+        return rows + table.T[:, :n].t() + table.view(1, -1, 2, 8).transpose(1, 2)[:, :, :n].transpose(1, 2).flatten(2)
 
     def of_ones(self, idx):
         """The positions of a mask of ones, as models of transformers count those."""

@@ -23,6 +23,13 @@ from lengthwise.runtime.wrap.custom_masks import ON_PACKS, MaskTables
 _MAKES_ONES = (torch.ones, torch.ones_like, Tensor.new_ones)
 _CASTS = (Tensor.long, Tensor.int, Tensor.to)
 """What leaves ones as they are."""
+_FORMS = (
+    Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, Tensor.detach, Tensor.clone,
+    torch.detach, torch.clone, Tensor.contiguous, Tensor.cpu, Tensor.cuda, Tensor.unsqueeze, Tensor.squeeze,
+    Tensor.transpose, Tensor.permute, Tensor.view, Tensor.reshape, torch.unsqueeze, torch.squeeze, torch.transpose,
+    torch.permute, torch.reshape, Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__, Tensor.t, torch.t,
+)  # fmt: skip
+"""What leaves a table one, in another dtype or form."""
 _INTERCEPTING = (__name__, "lengthwise.runtime.wrap.torch_function_mode", "torch.overrides")
 """Modules between a call of the model's and its answer."""
 
@@ -42,6 +49,8 @@ class PositionCalls(AttentionCalls):
         self._tables = {id(constant): constant for constant in constants}
         self._ones = WeakTensorKeyDictionary()
         """Tensors that were made of ones, and their versions then."""
+        self._forms = WeakTensorKeyDictionary()
+        """Forms of tables that the forward has made."""
         self._position_answers: dict[Any, Any] = {
             torch.arange: self._arange,
             torch.tensor: self._tensor,
@@ -50,6 +59,7 @@ class PositionCalls(AttentionCalls):
             **dict.fromkeys((Tensor.cumsum, torch.cumsum), self._cumsum),
             **dict.fromkeys(_MAKES_ONES, self._make_ones),
             **dict.fromkeys(_CASTS, self._cast),
+            **dict.fromkeys(_FORMS, self._form),
         }
 
     def _arange(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +90,7 @@ class PositionCalls(AttentionCalls):
 
     def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
         """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
-        if id(table) not in self._tables:
+        if not self._is_table(table):
             return func(table, index)
         parts = index if isinstance(index, tuple) else (index,)
         starts = [_start(part) for part in parts]
@@ -98,8 +108,8 @@ class PositionCalls(AttentionCalls):
 
     def _narrow(self, func: Any, input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
         """Answer the first rows of a position table, or as many from a later one."""
-        is_table = id(input) in self._tables and isinstance(start, int) and isinstance(length, int) and start >= 0
-        is_answered = is_table and self._is_known("narrow", start, length)
+        is_cut = isinstance(start, int) and isinstance(length, int) and start >= 0
+        is_answered = is_cut and self._is_table(input) and self._is_known("narrow", start, length)
         return self._rows(input, dim, start) if is_answered else func(input, dim, start, length)
 
     def _rows(self, table: Tensor, axis: int, start: int) -> Tensor:
@@ -119,8 +129,18 @@ class PositionCalls(AttentionCalls):
             self._ones[made] = made._version
         return made
 
+    def _is_table(self, input: Tensor) -> bool:
+        """Whether it is a constant of the model, or a form of one."""
+        return id(input) in self._tables or (bool(self._forms) and input in self._forms)
+
+    def _form(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = func(input, *args, **kwargs)
+        if isinstance(made, Tensor) and made is not input and self._is_table(input):
+            self._forms[made] = None
+        return made
+
     def _cast(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = func(input, *args, **kwargs)
+        made: Tensor = self._form(func, input, *args, **kwargs)
         if made is not input and self._are_ones(input) and not made.is_inference():
             self._ones[made] = made._version
         return made
