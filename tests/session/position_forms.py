@@ -77,17 +77,3 @@ class UpToTwelve(Plain):
         n = idx.shape[1]
         some = self.places(torch.arange(1, min(n, 12) + 1))
         return self.tokens(idx) + F.pad(some, (0, 0, 0, n - len(some)))
-
-
-class Growing(Plain):
-    """Positions of a table that is made for the longest sequence so far, as rotary factors often are."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = None
-
-    def embed(self, idx):
-        n = idx.shape[1]
-        if self.table is None or len(self.table) < n:
-            self.table = torch.outer(torch.arange(n).double(), 0.5 ** torch.arange(16)).sin()
-        return self.tokens(idx) + self.table[:n]

@@ -1,7 +1,6 @@
 """Positions are those of each sequence however a model makes them, and what looks like positions is left as it is."""
 
 import pytest
-import torch
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
@@ -27,14 +26,3 @@ def test_what_only_looks_like_positions_is_not_answered(ranks, name):
     assert set(found) == {"alone"} and found["alone"] < EXACT
     with pytest.raises((CheckError, InputError), match=r"learns something else|one for each slot, from 1 on"):
         lw.prepare(build(name), rows(), steps=1, packing="always", **OPTIONS)
-
-
-def test_a_table_that_grows_is_named_unless_it_is_made_before():
-    model = build("position_forms.Growing")
-    with pytest.raises(InputError, match=r"Its forward makes table, and again .* call the model before prepare once"):
-        lw.prepare(model, rows(), steps=1, packing="always", **OPTIONS)
-    model(torch.zeros(1, 30, dtype=torch.long))
-    with pytest.raises(CheckError, match=r"tables that grow with the longest call: make them in __init__"):
-        lw.prepare(model, rows(), steps=1, packing="always", **OPTIONS)
-    model(torch.zeros(1, 128, dtype=torch.long))
-    lw.prepare(model, rows(), steps=1, packing="always", **OPTIONS).close()

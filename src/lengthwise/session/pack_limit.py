@@ -8,6 +8,7 @@ from lengthwise.core.errors import CheckError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.crowded_packs import MOST_SLOTS, crowding_problem
+from lengthwise.runtime.verify.long_tables import make_long_tables
 from lengthwise.runtime.verify.verdict import NotComputedError
 
 _log = logging.getLogger("lengthwise")
@@ -39,6 +40,7 @@ def check_packs(
 
     if prepared.wrapped_model.by_sequence is not None:
         return check()
+    make_long_tables(prepared, num_slots=largest, longest=longest)
     if options.max_tokens is not None:
         prepared.wrapped_model.most_slots = options.max_tokens // size
     try:

@@ -95,9 +95,9 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
     lengths = traced_lengths(run.collator)
     with _evaluated(wrapped_model.model) as model:
-        packed = _slots(_output(run, wrapped_model, _pack(run, 0, 1)), sum(lengths))
+        packed = _slots(_output(run, wrapped_model, _pack(run, 1, 0)), sum(lengths))
         alone = []
-        for number in (0, 1):
+        for number in (1, 0):
             with wrapped_model.plain():
                 alone.append(_slots(_output(run, wrapped_model, _pack(run, number)), lengths[number]))
         if all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
@@ -105,7 +105,7 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
         state = StateBetweenCalls(model)
         with wrapped_model.plain():
             again = _slots(_output(run, wrapped_model, _pack(run, 0)), lengths[0])
-    if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[0])):
+    if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[1])):
         raise state.error()
     raise CheckError(
         f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "

@@ -58,11 +58,14 @@ class ComputeSetting:
 
 
 def short_lengths(collator: PackCollator, max_degree: int = 1) -> tuple[int, ...]:
-    """Slots of the sequences of the short pack: ragged, one of them long or several, so that all ranks have slots."""
-    lengths = collator.compared_lengths or (*traced_lengths(collator), FEW)
+    """Slots of the sequences of the short pack: ragged, one of them long or several, so that all ranks have slots.
+
+    The first is not the longest, whose positions would be the indices of the pack's slots as far as any sequence goes.
+    """
+    lengths = collator.compared_lengths or (*traced_lengths(collator)[::-1], FEW)
     if max_degree <= sum(lengths):
         return lengths
-    longest = max_degree if collator.longest is None else max(lengths[0], min(collator.longest, max_degree))
+    longest = max_degree if collator.longest is None else max(*lengths, min(collator.longest, max_degree))
     return (*lengths, *[longest] * -(-max_degree // longest))
 
 
@@ -103,11 +106,11 @@ def settings_of(
             for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
-    if longest <= lengths[0] or run.collator.compared_lengths:
+    if longest <= max(lengths) or run.collator.compared_lengths:
         return settings
     long = slots_with_gradients(run, longest)
     settings += [
-        ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
+        ComputeSetting(lengths=(5, long), degree=degree, method=method, recompute=recompute[-1])
         for degree in sorted({1, max_degree})
         for method in (methods[:1] if degree == 1 else shared_by(degree, methods))
     ]
@@ -120,7 +123,7 @@ def settings_of(
             )  # fmt: skip
             break
         settings.append(
-            ComputeSetting(lengths=(length, 5), degree=max_degree, method=methods[0], recompute="none", gradients=False)
+            ComputeSetting(lengths=(5, length), degree=max_degree, method=methods[0], recompute="none", gradients=False)
         )
     return settings
 
@@ -137,7 +140,7 @@ def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple
     if run.wrapped_model.by_sequence is not None or num_kinds < 2 or not has_kinds_of_ids(run.collator):
         return ()
     lengths, short = [], short_lengths(run.collator)
-    left, limit = max(2 * sum(short), min(2 * num_kinds, max_slots)), max(longest, short[0])
+    left, limit = max(2 * sum(short), min(2 * num_kinds, max_slots)), max(longest, *short)
     while left > 0:
         lengths.append(min(limit, max(2, left - left // 2)))
         left -= lengths[-1]
@@ -145,14 +148,14 @@ def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple
 
 
 def within(most_slots: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The lengths of a pack without those that are too much for it, in order."""
+    """The lengths of a pack without those that are too much for it, of which the longest go first; in order."""
     if most_slots is None:
         return lengths
-    fitting: list[int] = []
-    for length in lengths:
-        if sum(fitting) + length <= most_slots:
-            fitting.append(length)
-    return tuple(fitting)
+    fitting: set[int] = set()
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        if sum(lengths[other] for other in fitting) + lengths[number] <= most_slots:
+            fitting.add(number)
+    return tuple(lengths[number] for number in sorted(fitting))
 
 
 _LIMITS = ("position", "window", "chunk", "block", "local", "span", "max_length", "seq_len", "n_ctx")

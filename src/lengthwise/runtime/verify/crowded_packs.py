@@ -89,7 +89,7 @@ def crowding_problem(run: PreparedModel, num_slots: int) -> str:
 
     A pack that does not fit into memory is halved until one does.
     """
-    lengths = traced_lengths(run.collator)
+    lengths = traced_lengths(run.collator)[::-1]
     copies = num_slots // sum(lengths)
     while copies > 1:
         try:

@@ -74,7 +74,7 @@ def _compare(
     tolerance: Tolerance,
     fill: Fill,
 ) -> None:
-    lengths = within(run.wrapped_model.most_slots, (length, BESIDE))
+    lengths = within(run.wrapped_model.most_slots, (BESIDE, length))
     settings = [
         ComputeSetting(lengths=lengths, degree=degree, method=method, gradients=False)
         for degree in degrees

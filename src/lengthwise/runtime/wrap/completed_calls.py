@@ -36,6 +36,17 @@ class CompletedCall:
     """The number of targets of labels that ``inputs=`` makes, or the loop changed in place, which weighs the loss;
     None: the micro-batch's."""
 
+    def stretched(self, num_slots: int, more: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for ``more`` slots than the ``num_slots`` of the call: these, and some of them again."""
+
+        def longer(value: Any) -> Any:
+            if more == num_slots or not isinstance(value, Tensor) or num_slots not in value.shape:
+                return value
+            again = torch.arange(more, device=value.device) % num_slots
+            return value.index_select(value.shape.index(num_slots), again)
+
+        return tuple(map(longer, self.args)), {name: longer(value) for name, value in self.kwargs.items()}
+
     def weighed_by_micro_batch(self) -> "CompletedCall":
         """Return the same call, whose loss is made elsewhere or has no weight."""
         return replace(self, num_targets=None, num_made_targets=None)

@@ -7,12 +7,13 @@ See :class:`~lengthwise.runtime.wrap.torch_function_mode.InterceptCalls`, which 
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lengthwise.core.errors import InputError
@@ -27,9 +28,11 @@ _FORMS = (
     Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, Tensor.detach, Tensor.clone,
     torch.detach, torch.clone, Tensor.contiguous, Tensor.cpu, Tensor.cuda, Tensor.unsqueeze, Tensor.squeeze,
     Tensor.transpose, Tensor.permute, Tensor.view, Tensor.reshape, torch.unsqueeze, torch.squeeze, torch.transpose,
-    torch.permute, torch.reshape, Tensor.T.__get__, Tensor.mT.__get__, Tensor.data.__get__, Tensor.t, torch.t,
+    torch.permute, torch.reshape, Tensor.t, torch.t,
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "data")),
 )  # fmt: skip
 """What leaves a table one, in another dtype or form."""
+_INDICES = (torch.int64, torch.int32)
 _INTERCEPTING = (__name__, "lengthwise.runtime.wrap.torch_function_mode", "torch.overrides")
 """Modules between a call of the model's and its answer."""
 
@@ -46,11 +49,13 @@ class PositionCalls(AttentionCalls):
     ) -> None:
         """``constants``: tensors that the model keeps, of which some may be tables of positions."""
         super().__init__(calls, rules, masks)
-        self._tables = {id(constant): constant for constant in constants}
+        self.use_constants(constants)
         self._ones = WeakTensorKeyDictionary()
         """Tensors that were made of ones, and their versions then."""
         self._forms = WeakTensorKeyDictionary()
         """Forms of tables that the forward has made."""
+        self._wholes = WeakTensorKeyDictionary()
+        """Functions that make a whole table, by its rows of this rank's slots that were answered, or forms of them."""
         self._position_answers: dict[Any, Any] = {
             torch.arange: self._arange,
             torch.tensor: self._tensor,
@@ -60,7 +65,13 @@ class PositionCalls(AttentionCalls):
             **dict.fromkeys(_MAKES_ONES, self._make_ones),
             **dict.fromkeys(_CASTS, self._cast),
             **dict.fromkeys(_FORMS, self._form),
+            F.embedding: self._embedding,
+            **dict.fromkeys((torch.index_select, Tensor.index_select), self._index_select),
         }
+
+    def use_constants(self, constants: Iterable[Tensor]) -> None:
+        """Take the tensors that the model keeps now, of which some may be tables of positions."""
+        self._tables = {id(constant): constant for constant in constants}
 
     def _arange(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         bounds = _bounds(args, kwargs)
@@ -90,9 +101,13 @@ class PositionCalls(AttentionCalls):
 
     def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
         """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if (whole := self._wholes.get(table)) is not None:
+            if any(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts):
+                return func(whole(), index)  # rows by number
+            return self._answered(func(table, index), lambda: func(whole(), index))
         if not self._is_table(table):
             return func(table, index)
-        parts = index if isinstance(index, tuple) else (index,)
         starts = [_start(part) for part in parts]
         cuts = [place for place, start in enumerate(starts) if start == 0]
         cuts = cuts or [place for place, start in enumerate(starts) if start is not None]
@@ -104,13 +119,17 @@ class PositionCalls(AttentionCalls):
         if not (self._is_known("table", start, count) if start else self._is_numbered("table", count)):
             return func(table, index)
         rows = self._rows(table, _axis(table, parts, cut), start)
-        return func(rows, tuple(slice(None) if place == cut else part for place, part in enumerate(parts)))
+        others = tuple(slice(None) if place == cut else part for place, part in enumerate(parts))
+        from_start = tuple(slice(start, None) if place == cut else part for place, part in enumerate(parts))
+        return self._answered(func(rows, others), lambda: func(table, from_start))
 
     def _narrow(self, func: Any, input: Tensor, dim: int, start: Any, length: Any) -> Tensor:
         """Answer the first rows of a position table, or as many from a later one."""
         is_cut = isinstance(start, int) and isinstance(length, int) and start >= 0
         is_answered = is_cut and self._is_table(input) and self._is_known("narrow", start, length)
-        return self._rows(input, dim, start) if is_answered else func(input, dim, start, length)
+        if not is_answered:
+            return func(input, dim, start, length)
+        return self._answered(self._rows(input, dim, start), lambda: input.narrow(dim, start, input.shape[dim] - start))
 
     def _rows(self, table: Tensor, axis: int, start: int) -> Tensor:
         """The rows of this rank's positions, from ``start``."""
@@ -135,9 +154,26 @@ class PositionCalls(AttentionCalls):
 
     def _form(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         made = func(input, *args, **kwargs)
-        if isinstance(made, Tensor) and made is not input and self._is_table(input):
+        if not isinstance(made, Tensor) or made is input:
+            return made
+        if (whole := self._wholes.get(input)) is not None:
+            return self._answered(made, lambda: func(whole(), *args, **kwargs))
+        if self._is_table(input):
             self._forms[made] = None
         return made
+
+    def _answered(self, rows: Tensor, whole: Callable[[], Tensor]) -> Tensor:
+        """Note the rows of a table that were answered; a model that takes some of them by number means the table's."""
+        self._wholes[rows] = whole
+        return rows
+
+    def _embedding(self, func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        whole = self._wholes.get(weight)
+        return func(input, weight if whole is None else whole(), *args, **kwargs)
+
+    def _index_select(self, func: Any, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
+        whole = self._wholes.get(input)
+        return func(input if whole is None else whole(), dim, index, **kwargs)
 
     def _cast(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = self._form(func, input, *args, **kwargs)

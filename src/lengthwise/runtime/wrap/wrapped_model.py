@@ -12,7 +12,6 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, errors_spelt
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap import context as shards
-from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.compiled_modules import CompiledModules, Modes
@@ -27,6 +26,7 @@ from lengthwise.runtime.wrap.forward_arguments import check_arguments, check_con
 from lengthwise.runtime.wrap.forward_inputs import ForwardInputs, MakeInputs
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.gradient_changes import hooks_on_gradients
+from lengthwise.runtime.wrap.growing_tables import GrowingTables, WithoutAttention
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch, OwnCaches
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_in, loss_of_logits
 from lengthwise.runtime.wrap.late_changes import LateChanges
@@ -34,6 +34,7 @@ from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.loss_guard import guard_losses
+from lengthwise.runtime.wrap.mask_forwards import learn_masks, note_masks
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.own_checkpointing import OwnCheckpointing
@@ -62,8 +63,6 @@ class WrappedModel:
     """The step that its weights are for, counted by the run."""
     late_changes: LateChanges | None = None
     """What is new in the model since packs were compared with it; None: they were not yet."""
-    own_state: frozenset[str] = frozenset()
-    """Attributes of the model that its forwards change themselves, as a comparison saw."""
     ignored_labels: frozenset[int] = frozenset()
     """Labels that its loss was seen to leave out or to weigh otherwise, beside those of which it is known."""
     most_slots: int | None = None
@@ -100,6 +99,8 @@ class WrappedModel:
         parts = hugging_face_models(model)
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
+        self.own_state = set[str]()
+        """Attributes of the model that its forwards change themselves."""
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
         """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
@@ -113,6 +114,7 @@ class WrappedModel:
         self._forward = self.checkpointing.replaced_in(forward)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
         self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
+        self.tables = GrowingTables(model, self.structure.layers)
         self._balancing, self._dense, self._caches = BalancingLosses(model), DenseEmbeddings(model), OwnCaches(*parts)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.by_sequence = self._by_sequence() if by_sequence else None
@@ -176,8 +178,8 @@ class WrappedModel:
         """Why its weights cannot be gathered layer by layer; an empty string if they can."""
         if self.by_sequence is not None:
             return "it is computed sequence by sequence"
-        if self.masks:
-            return "its attention masks are made by further forwards of single sequences"
+        if self.masks or self.tables.has_grown:
+            return f"its {'attention masks' if self.masks else 'tables of positions'} are made by further forwards"
         return self.layers.order_problem or self.layers.gather_problem
 
     def check_gathers(self, problem: str = "") -> None:
@@ -229,55 +231,54 @@ class WrappedModel:
             self.layers.check(self.structure, each_attends=None)
             self.by_sequence.learn(lengths)
             return
-        seen, state = [], StateBetweenCalls(self.model)
         self.masks.use(self.structure.computed_dtype)
-        for forward in forwards:
-            calls = ForwardCalls()
-            self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
-            forward()
-            self.layers.end()
-            seen.append(calls)
+        seen, state = self._traced(forwards)
+        if self.tables.note_traced(max(lengths), state):
+            self.own_state |= state.names()
+            seen, state = self._traced(forwards)
         self.rules = compare(seen[0], seen[1], lengths, table_made=state.table_made)
         self.layers.check(self.structure, each_attends=not is_compared)
-        for number, rule in enumerate(self.rules.attention):
-            if rule.note.startswith("refused") and rule.is_over_slots:
-                raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
-            for call in (calls.attention[number] for calls in seen):
-                if call.mask is not None and rule.is_over_slots:
-                    self.masks.note(number, call.mask, call.shape)
-                    if call.operations is not None:
-                        self.masks.note_operations(number, call.operations)
+        note_masks(self.masks, self.rules, seen, model=type(self.model).__name__)
         self._intercept = self._new_intercept(rules=self.rules) if self.rules.is_needed else None
         self.layers.intercept = self._intercept
 
-    def _new_intercept(self, *, calls: ForwardCalls | None = None, rules: CallRules | None = None) -> InterceptCalls:
+    def _traced(self, forwards: list[Callable[[], Any]]) -> tuple[list[ForwardCalls], StateBetweenCalls]:
+        """The calls of some forwards, and the state of before."""
+        self._constants, seen, state = list(self.structure.constants()), [], StateBetweenCalls(self.model)
+        for forward in forwards:
+            seen.append(ForwardCalls())
+            self._intercept = self.layers.intercept = self._new_intercept(seen[-1])
+            forward()
+            self.layers.end()
+        return seen, state
+
+    def grow_tables(self, shard: shards.PackShard, call: CompletedCall) -> None:
+        """Let the model make its tables as long as it needs them for a call."""
+        if self._intercept is None or not self.tables.may_grow() or self.layers.gather is not None:
+            return
+
+        def forward(without: WithoutAttention, num_slots: int) -> None:
+            args, kwargs = call.stretched(shard.num_slots, num_slots)
+            with self.plain(), self._caches.off(), intercepting(without):
+                self._forward(*args, **kwargs)
+
+        self.own_state |= self.tables.grow(shard, self._imported, forward)
+        self._constants = list(self.structure.constants())
+        self._intercept.use_constants(self._constants)
+
+    def _new_intercept(self, calls: ForwardCalls | None = None, rules: CallRules | None = None) -> InterceptCalls:
         return InterceptCalls(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self.masks)
 
     def _learn_masks(self, shard: shards.PackShard) -> None:
-        """Record masks for the lengths of this micro-batch, by computing some of its sequences alone."""
-        make_alone = shard.alone
-        if not self.masks or make_alone is None:
-            return
-        self.masks.use(self.structure.computed_dtype)
-        for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
-            if self.masks.is_known(length):
-                continue
-            micro_batch: MicroBatch = make_alone(number)
-            calls = ForwardCalls()
-            intercept = self._new_intercept(calls=calls, rules=self.rules)
-            intercept.shard, before = micro_batch.shard, self.layers.intercept
-            self.layers.intercept = intercept
-            devices = [shard.device] if shard.device.type == "cuda" else []
-            try:
-                with torch.no_grad(), torch.random.fork_rng(devices), shards.active(micro_batch.shard):
-                    inputs = self.inputs_of(micro_batch)
-                    with self._caches.off(), intercepting(intercept):
-                        self._forward(**inputs)
-            except AllAttendedError:
-                pass
-            finally:
-                self.layers.intercept = before
-                calls.attention.clear()  # cycles keep the calls for a while, and their masks are large
+        """Record masks for the lengths of this micro-batch."""
+
+        def forward(micro_batch: MicroBatch) -> None:
+            with self._caches.off():
+                self._forward(**self.inputs_of(micro_batch))
+
+        if self.masks and shard.alone is not None:
+            self.masks.use(self.structure.computed_dtype)
+            learn_masks(self.masks, shard, self.layers, lambda calls: self._new_intercept(calls, self.rules), forward)
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the forward for a micro-batch."""
@@ -342,6 +343,7 @@ class WrappedModel:
         shard.around_second_forward = self.checkpointing.left_out
         try:
             if not shard.has_failed:
+                self.grow_tables(shard, call)
                 self._learn_masks(shard)
             if shard.stage_pass is not None:
                 shard.stage_pass.begin(self.model, call.kwargs)
