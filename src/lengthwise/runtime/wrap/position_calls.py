@@ -54,7 +54,7 @@ class PositionCalls(AttentionCalls):
         """Tensors that were made of ones, and their versions then."""
         self._forms = WeakTensorKeyDictionary()
         """Forms of tables that the forward has made."""
-        self._wholes = WeakTensorKeyDictionary()
+        self._whole_of = WeakTensorKeyDictionary()
         """Functions that make a whole table, by its rows of this rank's slots that were answered, or forms of them."""
         self._position_answers: dict[Any, Any] = {
             torch.arange: self._arange,
@@ -102,10 +102,10 @@ class PositionCalls(AttentionCalls):
     def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
         """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
         parts = index if isinstance(index, tuple) else (index,)
-        if (whole := self._wholes.get(table)) is not None:
+        if (make_whole := self._whole_of.get(table)) is not None:
             if any(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts):
-                return func(whole(), index)  # rows by number
-            return self._answered(func(table, index), lambda: func(whole(), index))
+                return func(make_whole(), index)  # rows by number
+            return self._answered(func(table, index), lambda: func(make_whole(), index))
         if not self._is_table(table):
             return func(table, index)
         starts = [_start(part) for part in parts]
@@ -156,24 +156,24 @@ class PositionCalls(AttentionCalls):
         made = func(input, *args, **kwargs)
         if not isinstance(made, Tensor) or made is input:
             return made
-        if (whole := self._wholes.get(input)) is not None:
-            return self._answered(made, lambda: func(whole(), *args, **kwargs))
+        if (make_whole := self._whole_of.get(input)) is not None:
+            return self._answered(made, lambda: func(make_whole(), *args, **kwargs))
         if self._is_table(input):
             self._forms[made] = None
         return made
 
-    def _answered(self, rows: Tensor, whole: Callable[[], Tensor]) -> Tensor:
+    def _answered(self, rows: Tensor, make_whole: Callable[[], Tensor]) -> Tensor:
         """Note the rows of a table that were answered; a model that takes some of them by number means the table's."""
-        self._wholes[rows] = whole
+        self._whole_of[rows] = make_whole
         return rows
 
     def _embedding(self, func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        whole = self._wholes.get(weight)
-        return func(input, weight if whole is None else whole(), *args, **kwargs)
+        make_whole = self._whole_of.get(weight)
+        return func(input, weight if make_whole is None else make_whole(), *args, **kwargs)
 
     def _index_select(self, func: Any, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-        whole = self._wholes.get(input)
-        return func(input if whole is None else whole(), dim, index, **kwargs)
+        make_whole = self._whole_of.get(input)
+        return func(input if make_whole is None else make_whole(), dim, index, **kwargs)
 
     def _cast(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = self._form(func, input, *args, **kwargs)

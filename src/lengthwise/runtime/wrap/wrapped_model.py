@@ -63,6 +63,8 @@ class WrappedModel:
     """The step that its weights are for, counted by the run."""
     late_changes: LateChanges | None = None
     """What is new in the model since packs were compared with it; None: they were not yet."""
+    own_state: set[str]
+    """Attributes of the model that its forwards change themselves."""
     ignored_labels: frozenset[int] = frozenset()
     """Labels that its loss was seen to leave out or to weigh otherwise, beside those of which it is known."""
     most_slots: int | None = None
@@ -99,12 +101,10 @@ class WrappedModel:
         parts = hugging_face_models(model)
         self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
         assert is_frozen or self.structure.dtype
-        self.own_state = set[str]()
-        """Attributes of the model that its forwards change themselves."""
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
         """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
-        self._plain, self._outputs, self.rules = 0, OutputStructure(), CallRules()
+        self._plain, self._outputs, self.rules, self.own_state = 0, OutputStructure(), CallRules(), set()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
         self.used_units: tuple[frozenset[int], ...] = ()
@@ -113,8 +113,7 @@ class WrappedModel:
         forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._forward = self.checkpointing.replaced_in(forward)
         self._constants, self._imported = list(self.structure.constants()), ImportedKernels(model)
-        self.masks = MaskTables(type(model).__name__)  # of attention calls, learned from whole sequences
-        self.tables = GrowingTables(model, self.structure.layers)
+        self.masks, self.tables = MaskTables(type(model).__name__), GrowingTables(model, self.structure.layers)
         self._balancing, self._dense, self._caches = BalancingLosses(model), DenseEmbeddings(model), OwnCaches(*parts)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.by_sequence = self._by_sequence() if by_sequence else None
