@@ -69,6 +69,7 @@ def _check_skipped(path):
     assert {float(kept["step"]) for kept in other.optimizer.state.values()} == {2.0}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("num_writers", "num_readers", "settings"),
     [
