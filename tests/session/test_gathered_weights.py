@@ -36,6 +36,7 @@ def alone():
     return loop_on_one_device()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("num_ranks", "recompute"),
     [(3, "none"), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, "all"), (4, "auto")))],
@@ -78,7 +79,8 @@ def train_sparse(weights):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.deep), "by-layer"])
+@pytest.mark.deep
+@pytest.mark.parametrize("weights", ["whole", "by-layer"])
 def test_an_embedding_with_sparse_gradients_trains_what_a_dense_one_does(ranks, alone, weights):
     for losses, found in ranks(2).run(train_sparse, weights):
         np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
