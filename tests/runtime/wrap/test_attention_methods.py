@@ -284,6 +284,7 @@ def test_a_rank_out_of_memory_stands_in_for_itself_in_rings_too(ranks, num_ranks
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fails", [pytest.param({}, marks=pytest.mark.deep), {1: ("backward of layer 1",)}])
 def test_weights_gathered_by_layer_and_rings_go_together_also_out_of_memory(ranks, fails):
     expected = memory_runs.train_alone(ranks)
