@@ -145,7 +145,7 @@ def low_precision_gpt():
     ("make", "options"),
     [
         (models.adapted_gpt, {"weights": "by-layer"}),
-        (low_precision_gpt, {"autocast": torch.bfloat16}),
+        pytest.param(low_precision_gpt, {"autocast": torch.bfloat16}, marks=pytest.mark.deep),
         pytest.param(low_precision_gpt, {"autocast": torch.bfloat16, "weights": "by-layer"}, marks=pytest.mark.deep),
         pytest.param(models.gpt, {"packing": "never"}, marks=pytest.mark.deep),
     ],
