@@ -22,7 +22,7 @@ if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usa
     os.environ["TMPDIR"] = MEMORY
 
 # No test is about how long it takes. Properties are tried with fewer examples, and with all of them in deep runs.
-settings.register_profile("quick", deadline=None, max_examples=15)
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("deep", deadline=None, max_examples=100)
 
 signal.signal(
