@@ -18,10 +18,10 @@ def checked(*arguments):
 @pytest.mark.parametrize(
     "sections",
     [
-        "dcp-idle",
+        "crossovers,dcp-idle",
         *(
             pytest.param(section, marks=pytest.mark.deep)
-            for section in ("crossovers", "table-1", "table-3", "deepspeed", "dcp", "ablation", "choices")
+            for section in ("table-1", "table-3", "deepspeed", "dcp", "ablation", "choices")
         ),
     ],
 )
