@@ -22,6 +22,8 @@ from tests.session.loops import as_started_by_torchrun, noted_schemes, step_thro
 from tests.session.test_offloaded_layers import flags, rows_for
 from tests.session.test_prepare import OPTIONS
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 FAMILIES = {
     "llama": families.llama,
     "qwen3": families.qwen3,

@@ -19,6 +19,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
 from tests.session.test_prepare import OPTIONS
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM

@@ -16,6 +16,8 @@ from tests.session.loops import noted_schemes, step_through, weights_of
 from tests.session.pairs import prepared
 from tests.session.test_prepare import assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {"sequences_per_step": 8, "steps": 2}
 
 
