@@ -8,10 +8,13 @@ import signal
 import pytest
 from hypothesis import settings
 
+from tests import warm
 from tests.imported import leave_imported_alone
 
 # One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # for ranks too, which import transformers before they import any test
 
 # Files of tests, some twenty thousand, are made and removed in memory where there is room for them.
 MEMORY, ROOM = "/dev/shm", 4 << 30
@@ -19,7 +22,7 @@ if "TMPDIR" not in os.environ and os.access(MEMORY, os.W_OK) and shutil.disk_usa
     os.environ["TMPDIR"] = MEMORY
 
 # No test is about how long it takes. Properties are tried with fewer examples, and with all of them in deep runs.
-settings.register_profile("quick", deadline=None, max_examples=15)
+settings.register_profile("quick", deadline=None, max_examples=10)
 settings.register_profile("deep", deadline=None, max_examples=100)
 
 signal.signal(
@@ -32,8 +35,11 @@ def _is_deep(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the number of examples before any test says its own."""
+    """Choose the number of examples before any test says its own; start what all workers fork their ranks from."""
     settings.load_profile("deep" if _is_deep(config) else "quick")
+    has_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if has_workers and not config.pluginmanager.has_plugin("tests.no_torch"):
+        warm.serve_workers()
 
 
 @pytest.hookimpl(tryfirst=True)

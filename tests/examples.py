@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 
-FEWEST = 12
+FEWEST = 8
 
 
 def examples(count: int, *, fewest: int = FEWEST) -> int:

@@ -24,6 +24,10 @@ ALONE = [path for path in EXAMPLES if path.stem != "04_transformers"]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
+FEWER = {"06_grpo": ("for iteration in range(8):", "for iteration in range(2):")}
+"""Lines of examples that go round as often as it takes to learn something, and ones that go round all the same."""
+
+
 def run(path, home, *before):
     out = home / "out"
     variables = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -45,6 +49,11 @@ def run(path, home, *before):
     ],
 )
 def test_example_runs(path, tmp_path):
+    if path.stem in FEWER:
+        text, (line, shorter) = path.read_text(), FEWER[path.stem]
+        assert line in text
+        path = tmp_path / path.name
+        path.write_text(text.replace(line, shorter))
     assert run(path, tmp_path)
 
 
@@ -55,7 +64,7 @@ def test_example_of_any_model_learns_on_two_ranks(name, tmp_path):
         rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", told)]
         assert len(rewards) == 8 and np.mean(rewards[-3:]) > np.mean(rewards[:3])
         return
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
+    losses = [float(value) for value in re.findall(r"loss (\d+\.\d+)", told)]
     assert len(losses) >= 5 and losses[-1] < losses[0]
 
 

@@ -3,6 +3,7 @@
 Real processes with real signals; what they skip is the seconds in which every one of them would import the same.
 """
 
+import json
 import os
 import random
 import runpy
@@ -15,7 +16,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import get_context, util
+from multiprocessing import forkserver, get_context, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ PRELOADED = [
     "tests.short_profiles",
     "tests.frozen",
 ]
+SHARED = "LENGTHWISE_TESTS_FORKSERVER"
+"""The variable that names the server which the process that starts workers has: they need none of their own."""
 POLL_S = 0.01
 _POPEN = subprocess.Popen
 util.get_temp_dir()  # for sockets, whose paths are short; later it would be below a test's own TMPDIR
@@ -44,9 +47,27 @@ util.get_temp_dir()  # for sockets, whose paths are short; later it would be bel
 
 def context() -> ForkServerContext:
     """Starts processes that have imported all that takes long."""
-    found = get_context("forkserver")
+    found, server = get_context("forkserver"), _server()
     found.set_forkserver_preload(PRELOADED)
+    if SHARED in os.environ and server._forkserver_address is None:
+        server._forkserver_address, key = json.loads(os.environ[SHARED])
+        server._forkserver_authkey = key and bytes.fromhex(key)
+        _, server._forkserver_alive_fd = os.pipe()  # what is alive is the other process
+        server.ensure_running = resource_tracker.ensure_running
     return found
+
+
+def serve_workers() -> None:
+    """Start the server, for this process and for all that it starts."""
+    context()
+    forkserver.ensure_running()
+    server = _server()
+    key = getattr(server, "_forkserver_authkey", None)  # newer versions of Python have one
+    os.environ[SHARED] = json.dumps([server._forkserver_address, key and key.hex()])
+
+
+def _server() -> Any:
+    return forkserver._forkserver  # type: ignore[attr-defined]
 
 
 class Command:

@@ -57,7 +57,7 @@ def gemma2(tmp_path_factory):
 def options(corpus, gemma2, tmp_path_factory):
     profile = tmp_path_factory.mktemp("profile") / "profile.json"
     return [
-        f"data.index={corpus}", "data.max_length=200", "data.over_length=split", "data.tokens_per_step=800",
+        f"data.index={corpus}", "data.max_length=120", "data.over_length=split", "data.tokens_per_step=480",
         "data.validation_share=0.15", f"model.hf={gemma2}", "train.dtype=float64", "train.validate_every=2",
         "optim.lr=1e-2", "optim.eps=1e-3", "optim.schedule=constant", "optim.warmup_steps=2", f"plan.profile={profile}",
         "train.sample_every=4", "train.sample_prompts=[file]",

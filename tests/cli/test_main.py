@@ -138,10 +138,11 @@ def test_tab_completes_commands_without_importing_any_and_options_of_the_command
 HELP_OF_ALL = """
 import os, sys, tests.no_torch
 import numpy, pydantic, rich.table, typer.rich_utils, yaml
+import lengthwise.config.run_config
 from lengthwise.cli.main import COMMANDS, main
 
 for command in COMMANDS:
-    if os.fork() == 0:  # each has imported what all do, and nothing that another one does
+    if os.fork() == 0:  # each has imported what most do, and nothing else that another one does
         sys.argv = ["lengthwise", command, "--help"]
         os.dup2(os.open(command + ".err", os.O_CREAT | os.O_WRONLY), 2)
         main()
@@ -168,6 +169,7 @@ NEEDING_TORCH = (
 )  # fmt: skip
 EACH_BY_ITSELF = """
 import os, shutil, sys, tests.no_torch
+import lengthwise.config.run_config
 from lengthwise.cli.main import main
 
 for words in map(str.split, sys.argv[1:]):

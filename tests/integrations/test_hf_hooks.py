@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.errors import InputError, LengthwiseError
 from tests.session import trainer_hooks, trainers
 from tests.session.test_prepare import EXACT, assert_equal_weights
-from tests.session.trainer_hooks import SGD, changed, changed_trainer
+from tests.session.trainer_hooks import SGD, changed, changed_trainer, refused_change
 
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
 
@@ -240,8 +240,8 @@ def test_batches_of_tokens_beside_a_sampler_and_samplers_of_a_rank_are_refused(r
     with pytest.raises(InputError, match=r"'over_length': 'drop'.*with train_dataset.set_epoch"):
         planned = trainers.planned(max_length=30, over_length="drop")
         changed(tmp_path, EPOCHS, epochs=True, lengthwise=planned)
-    with pytest.raises(Exception, match="gives ranks different items in epoch 0"):
-        ranks(2).run(changed, tmp_path, {}, hook="a rank's share")
+    for said in ranks(2).run(refused_change, tmp_path, {}, hook="a rank's share"):
+        assert "gives ranks different items in epoch 0" in said
 
 
 @pytest.mark.parametrize("order", [deep("sequential"), "random"])
@@ -313,7 +313,7 @@ def test_what_a_callback_changed_before_a_checkpoint_counts_after_it(tmp_path):
 
 def test_what_callbacks_of_all_ranks_change_counts_on_all(ranks, tmp_path):
     options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear"}
-    for kind in ("rate after a step", "norm"):
+    for kind in QUICK_CHANGES[:1]:  # one rank has the others
         _, weights = changed(tmp_path / kind, options, stock=True, kind=kind)
         halved = options | {"gradient_accumulation_steps": 2}
         for _, found in ranks(2).run(changed, tmp_path / "two", halved, kind=kind):
@@ -329,8 +329,8 @@ def test_what_cannot_be_changed_during_training_is_refused(ranks, tmp_path):
         ("norm of a rank", "max_grad_norm is 1, 0.1 on the ranks"),
         ("rate of a rank", "lr is 0.1, 0.01"),
     ):
-        with pytest.raises(Exception, match=named):
-            ranks(2).run(changed, tmp_path, {"max_grad_norm": 1.0}, kind=kind)
+        for said in ranks(2).run(refused_change, tmp_path, {"max_grad_norm": 1.0}, kind=kind):
+            assert named in said
 
 
 def test_arguments_that_transformers_fills_in_are_not_said_to_be_replaced(tmp_path, caplog):

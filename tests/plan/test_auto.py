@@ -67,7 +67,7 @@ def test_a_policy_that_fails_is_left_out_with_a_warning_and_one_that_refuses_wit
     assert str(warning.message) == "policy auto goes on without policy hotspa, which fails: RuntimeError: broken"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12, fewest=6), deadline=None)
 @given(problems())
 def test_auto_is_never_slower_than_any_policy(case):
     problem, lengths = case
@@ -84,7 +84,7 @@ def test_auto_is_never_slower_than_any_policy(case):
     assert best.time_s == pytest.approx(simulate(best).step_time_s, rel=1e-12)
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20, fewest=6), deadline=None)
 @given(problems(), st.sampled_from(["auto", "hydraulis"]))
 def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, policy):
     problem, lengths = case
@@ -102,7 +102,7 @@ def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, 
     assert plan.digest == Planner(policy=policy, problem=problem)(batch).digest
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10, fewest=5), deadline=None)
 @given(problems(), st.sampled_from(["auto", "hydraulis", "dcp-inter", "packed"]), st.randoms(use_true_random=False))
 def test_units_are_priced_by_what_they_attend_to_and_above_their_bound(case, policy, random):
     problem, lengths = case
@@ -226,6 +226,7 @@ def test_more_methods_make_hardly_any_step_slower_and_none_by_much(seeds):
     ratios = []
     for seed in seeds:
         problems, lengths = nested_problems(seed)
+        problems = problems if len(seeds) > 1 else problems[::2]  # two methods more each time
         times_s = [Planner(policy="auto", problem=problem)(make_batch(lengths.tolist())).time_s for problem in problems]
         ratios += [more_s / min(times_s[: k + 1]) for k, more_s in enumerate(times_s[1:])]
     assert max(ratios) < 1.01

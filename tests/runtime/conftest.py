@@ -1,10 +1,11 @@
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
 from tests import short_profiles  # noqa: F401
-from tests.runtime.harness import RankPool
+from tests.runtime.harness import COMPARISONS, RankPool, where_asked
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,3 +40,10 @@ def fresh_ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the comparison before a run, most of ``prepare``, where a test compares by itself or not at all."""
+    for module, name in COMPARISONS:
+        monkeypatch.setattr(f"lengthwise.session.{module}.{name}", partial(where_asked, None))

@@ -93,7 +93,7 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, environment: 
     gc.freeze()  # what was imported before stays: nothing of it is looked at again
     torch.set_num_threads(1)
     _share_one_device()
-    _compare_where_asked()
+    compare_where_asked()
     _learn_labels_once()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     while True:
@@ -143,7 +143,7 @@ COMPARISONS = (
 """Modules of ``lengthwise.session`` and what they compare with."""
 
 
-def _compare_where_asked() -> None:
+def compare_where_asked() -> None:
     """Let ``prepare`` compare models with stock ones, and stages with whole models, under :func:`with_check` alone.
 
     It is most of its time. What tests train on ranks they compare with a loop of their own.

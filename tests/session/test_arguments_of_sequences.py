@@ -11,6 +11,9 @@ from lengthwise.core.errors import InputError
 from tests.session.models import VOCAB
 from tests.session.structure_runs import LENGTHS, LR, OPTIONS, rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
 WIDTH, HEADS = 16, 2
 TEXTS = [torch.tensor(np.random.default_rng(n).normal(size=(1 + 5 * n % 7, WIDTH))) for n in range(len(LENGTHS))]
 

@@ -87,8 +87,10 @@ def message_of(change, **options):
         pytest.param(write_scale, "scale has changed", marks=pytest.mark.deep),  # as a number of a tensor below
     ],
 )
-def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks, change, said):
-    for message in [message_of(change), *ranks(2).run(with_check, message_of, change)]:
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks, change, said, num_ranks):
+    """On several ranks one changes it alone, below."""
+    for message in [message_of(change)] if num_ranks == 1 else ranks(2).run(with_check, message_of, change):
         assert message.startswith("step 1: since prepare, ") and said in message
         assert "and now Ramped learns something else from" in message
     ramp(change, check=False)
@@ -196,6 +198,10 @@ def later_message(**options):
 def test_packs_are_compared_again_where_a_loop_asks_for_it(ranks):
     for message in ranks(2).run(with_check, later_message):
         assert "GPT learns something else from" in message
+
+
+@pytest.mark.deep
+def test_a_comparison_that_one_rank_alone_asks_for_is_told_on_all(ranks):
     for message in ranks(2).run(with_check, partial(later_message, is_first_alone=True)):
         assert "rank 0 called run.compare() before step 1" in message and "rank 1 called run.save()" in message
 

@@ -27,6 +27,7 @@ def lengths_of(name):
     return np.maximum(made[name], 2).astype(np.int32)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name", ["rollouts", *(pytest.param(n, marks=pytest.mark.deep) for n in ("equal", "two-humped", "giant"))]
 )

@@ -53,7 +53,7 @@ def compiled_step(model, backend):
     return lambda micro_batch: call(**micro_batch.inputs)[1]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.deep)])
 def test_compiled_code_around_a_prepared_model_learns_what_the_model_learns(backend):
     torch.compiler.reset()
     expected, found = learned(plain), learned(partial(compiled_step, backend=backend))

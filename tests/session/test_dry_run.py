@@ -88,8 +88,12 @@ def run_of(plan, *ranks, model=SPEC, config=CONFIG, nodes=1):
     return PlanToRun(plan=plan, model=model, cluster=cluster, config=config, ranks=ranks)
 
 
+IN_DEEP_RUNS = ("alone", "alone, state on host", "one node")
+"""Of one rank, and with as many units on their way: others here have as many."""
+
+
 @pytest.fixture(scope="module")
-def documents():
+def documents(request):
     """Every dry run of these tests, from one process."""
     runs = {
         "heterogeneous": run_of(HETEROGENEOUS, 1, 4, 7),
@@ -97,17 +101,19 @@ def documents():
         "alone": run_of(ALONE, 0),
         "alone, state on host": run_of(ALONE, 0, config=ON_HOST),
         "offloaded": run_of(OFFLOADED, 0),
-        "large": run_of(TWO_LARGE, 0, 1, model=LARGE),
+        "large": run_of(TWO_LARGE, 1, model=LARGE),
         "two nodes": run_of(TWO_NODES, 0, model=DEEP, nodes=2),
         "one node": run_of(TWO_NODES, 7, model=DEEP),
         "float32": run_of(LONG, 0, model=FEW_KV_HEADS, config=IN_FLOAT32),
         "float32, shared": run_of(HETEROGENEOUS, 0, config=IN_FLOAT32),
-        "slices": run_of(slices.plan_in_slices(2), 0, 2, model=slices.MODEL),
+        "slices": run_of(slices.plan_in_slices(2), 2, model=slices.MODEL),
     }
+    if request.config.getoption("markexpr") != "deep":
+        runs = {name: run for name, run in runs.items() if name not in IN_DEEP_RUNS}
     return dict(zip(runs, dry_run_plans(list(runs.values()))))
 
 
-@pytest.mark.parametrize(("name", "rank"), [("heterogeneous", 4), ("alone", 0)])
+@pytest.mark.parametrize(("name", "rank"), [("heterogeneous", 4), pytest.param("alone", 0, marks=pytest.mark.deep)])
 def test_a_state_in_host_memory_takes_nothing_of_the_device(documents, name, rank):
     """One rank alone keeps the weights, and of gradients what is on its way to the host."""
     rows = [
@@ -140,7 +146,7 @@ def test_activations_in_host_memory_move_on_streams_of_their_own_and_nothing_wai
     assert {"stream #1", "stream #2"} < awaited, "memory is freed once it is copied, and used once it is back"
 
 
-@pytest.mark.parametrize("nodes", ["one node", "two nodes"])
+@pytest.mark.parametrize("nodes", [pytest.param("one node", marks=pytest.mark.deep), "two nodes"])
 def test_weights_and_gradients_on_their_way_take_the_memory_of_few_units(documents, nodes):
     """However many are pulled or pushed at once: they would take several times as much again."""
     unit_bytes = 4 * DEEP.layer_matmul_params

@@ -56,8 +56,9 @@ def test_stages_are_refused_where_a_loss_may_read_what_early_layers_made(name, r
     run.close()
 
 
+@pytest.mark.deep
 def test_a_plan_in_stages_of_ones_own_is_refused_and_others_train(ranks):
-    for found in ranks(3).run(with_check, outcomes, "early_values.Kept", kinds=("ring", "stages")):
+    for found in ranks(2).run(with_check, outcomes, "early_values.Kept", kinds=("ring", "stages")):
         assert found["ring"] < 1e-10
         assert str(found["stages"]).startswith("CheckError: blocks.0.term of Kept keeps what a layer made")
 

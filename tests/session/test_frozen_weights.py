@@ -64,8 +64,15 @@ def trained_in_parts(folder, options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"weights": "by-layer"}], ids=str)
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (1, {}),
+        (2, {"weights": "by-layer"}),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in ((1, {"weights": "by-layer"}), (2, {}))),
+    ],
+    ids=str,
+)
 def test_frozen_weights_that_a_loop_changes_are_in_checkpoints(tmp_path, ranks, size, options):
     if size == 1 and options:
         pytest.skip("one rank has all weights")

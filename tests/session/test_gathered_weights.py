@@ -36,6 +36,7 @@ def alone():
     return loop_on_one_device()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("num_ranks", "recompute"),
     [(3, "none"), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, "all"), (4, "auto")))],
@@ -53,7 +54,7 @@ def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, nu
 def test_a_run_and_an_average_of_its_weights_go_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "steps"}
     found = []
-    for num_ranks, weights, last in ((3, "by-layer", 1), (2, "whole", 2), (3, "by-layer", STEPS)):
+    for num_ranks, weights, last in ((3, "whole", 1), (2, "by-layer", STEPS)):
         losses, averages = ranks(num_ranks).run(
             train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": weights}, decay=0.75
         )[0]
@@ -78,7 +79,8 @@ def train_sparse(weights):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("whole", marks=pytest.mark.deep), "by-layer"])
+@pytest.mark.deep
+@pytest.mark.parametrize("weights", ["whole", "by-layer"])
 def test_an_embedding_with_sparse_gradients_trains_what_a_dense_one_does(ranks, alone, weights):
     for losses, found in ranks(2).run(train_sparse, weights):
         np.testing.assert_allclose(losses, alone[0], rtol=EXACT)

@@ -28,6 +28,9 @@ from tests.session.columns import (
 )
 from tests.session.loops import as_started_by_torchrun
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
 FLOAT32 = 1e-5
 """Losses of transformers are computed in float32."""
 ROWS = rows()

@@ -13,6 +13,8 @@ from lengthwise.runtime.wrap.model_accessors import input_embeddings, output_emb
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {"lr": 0.1, "optimizer": torch.optim.SGD, "clip_norm": 0.0, "steps": 1, "sequences_per_step": 4}
 OPTIONS |= {"memory_gib": 40, "verbose": False}
 BLOCK = 8

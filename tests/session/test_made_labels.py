@@ -59,6 +59,7 @@ def trained(model, labels_of, **options):
     return tokens, loss
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("make", "labels_of", "drops"), [(llama, prompt_hidden, 1), (t5, few_of, 0)], ids=["hidden prompts", "a decoder's"]
 )
@@ -225,6 +226,7 @@ def next_tokens(row):
     return torch.cat([row[1:], torch.zeros(1, dtype=row.dtype)])[None]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("kind", "inputs", "arguments", "count"),
     [

@@ -51,7 +51,7 @@ def test_a_run_uses_the_methods_that_it_may_and_trains_what_one_device_trains(ra
 
 def test_methods_are_measured_and_priced_each_by_itself(ranks, tmp_path):
     for weights, used in ranks(2).run(train_measured, tmp_path / "profile.json"):
-        assert_equal_weights(weights, loop_on_one_device(STEPS)[1])
+        assert_equal_weights(weights, loop_on_one_device(1)[1])
         assert used <= {(True, "ulysses"), (True, "ring"), (False, "dense")}
     from lengthwise.core.layer_profile import LayerTable
 
@@ -59,7 +59,7 @@ def test_methods_are_measured_and_priced_each_by_itself(ranks, tmp_path):
 
 
 def train_measured(path):
-    return train_by(None, cost=None, profile=path)
+    return train_by(None, cost=None, profile=path, steps=1)
 
 
 @pytest.mark.parametrize("methods", [("megatron_ts",), ("dense",), (), "dense"])

@@ -47,7 +47,7 @@ FEW = [name for name in OBJECTIVES if name not in LIKE_OTHERS]
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "names"), [(3, FEW), *(pytest.param(n, list(OBJECTIVES), marks=pytest.mark.deep) for n in (1, 3))]
+    ("num_ranks", "names"), [(2, FEW), *(pytest.param(n, list(OBJECTIVES), marks=pytest.mark.deep) for n in (1, 3))]
 )
 def test_objectives_have_the_gradients_of_a_plain_loop(ranks, num_ranks, names):
     # Each under the plans of one seed; under more in deep runs.

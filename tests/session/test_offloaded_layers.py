@@ -19,6 +19,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
 from tests.session.test_prepare import OPTIONS
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
@@ -145,7 +147,7 @@ def low_precision_gpt():
     ("make", "options"),
     [
         (models.adapted_gpt, {"weights": "by-layer"}),
-        (low_precision_gpt, {"autocast": torch.bfloat16}),
+        pytest.param(low_precision_gpt, {"autocast": torch.bfloat16}, marks=pytest.mark.deep),
         pytest.param(low_precision_gpt, {"autocast": torch.bfloat16, "weights": "by-layer"}, marks=pytest.mark.deep),
         pytest.param(models.gpt, {"packing": "never"}, marks=pytest.mark.deep),
     ],

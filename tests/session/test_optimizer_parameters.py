@@ -1,6 +1,7 @@
 """Optimizers of one's own that tell parameters apart, or look at the model, train what a plain loop does."""
 
 import logging
+from functools import cache
 
 import numpy as np
 import pytest
@@ -151,6 +152,7 @@ def trained(kinds, **options):
     return outcomes
 
 
+@cache
 def plain(kind):
     """Weights after a loop of one's own."""
     made = {}
@@ -176,6 +178,7 @@ def test_an_optimizer_has_the_models_own_parameters_on_several_ranks(ranks, opti
         assert_equal_weights(weights, plain(kind))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_an_optimizer_has_the_models_own_parameters_on_one_rank():
     for options, kinds in (({}, KINDS), ({"offload_state": "host"}, ("attribute", "replaced_data"))):
         for weights, kind in zip(trained(kinds, **options), kinds):

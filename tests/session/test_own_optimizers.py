@@ -298,6 +298,7 @@ def trained_state(optimizer):
     return losses
 
 
+@pytest.mark.deep
 def test_an_optimizer_of_ones_own_may_have_its_weights_gathered_by_layer(ranks):
     losses, _ = loop_on_one_device(NormedMatrices)
     for found in ranks(3).run(trained_state, NormedMatrices):

@@ -65,7 +65,8 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [*(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2)), 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.deep
 def test_dpo_trains_what_a_plain_loop_over_pairs_trains(ranks, alone, num_ranks):
     expected = [sorted(ids) for ids in batches_of(pairs(), num_steps=STEPS, units_a_step=UNITS_A_STEP)]
     used = set()

@@ -15,6 +15,8 @@ from tests.session.rollouts import batches, train_grpo_alone
 from tests.session.test_own_batches import EXACT
 from tests.session.test_prepare import assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def test_steps_that_are_planned_ahead_are_the_same_and_none_is_lost_where_a_loop_is_left(ranks):
     losses, weights = train_grpo_alone("tokens")

@@ -147,7 +147,7 @@ def refused(family, options, error):
         ("plain", {}),
         pytest.param("plain", {"slices": "none"}, marks=pytest.mark.deep),
         ("bert", {"slices": "auto"}),
-        ("plain", {"slices": "auto", "compile": True, "compile_backend": "eager"}),
+        pytest.param("plain", {"slices": "auto", "compile": True, "compile_backend": "eager"}, marks=pytest.mark.deep),
     ],
 )
 def test_micro_batches_are_whole_by_default_and_where_slices_are_not_exact(ranks, family, options):

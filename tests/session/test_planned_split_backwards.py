@@ -91,8 +91,9 @@ def test_planned_split_backwards_train_what_one_device_trains(ranks, family, num
         assert schemes and all(splits for stages, splits in schemes if stages > 1)
         np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
         assert_equal_weights(weights, expected)
-    whole = ranks(num_ranks).run(train, family, STAGED | {"zero_bubble": "none", "steps": 1})
-    assert all(not splits for *_, schemes in whole for _, splits in schemes)
+    if family != "plain":  # what may not split is also seen in costs, below
+        whole = ranks(num_ranks).run(train, family, STAGED | {"zero_bubble": "none", "steps": 1})
+        assert all(not splits for *_, schemes in whole for _, splits in schemes)
 
 
 def costs_of(path, **options):

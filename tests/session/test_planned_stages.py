@@ -124,7 +124,8 @@ def assert_as_alone(found, family):
         assert_equal_weights(weights, expected)
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("plain", 3), pytest.param("llama", 2, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "num_ranks"), [("plain", 3), ("llama", 2)])
 def test_planned_stages_train_what_one_device_trains(ranks, family, num_ranks):
     assert_as_alone(ranks(num_ranks).run(train, family), family)
 

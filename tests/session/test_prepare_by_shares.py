@@ -14,7 +14,7 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, Averaging, assert_equal_weights, loop_on_one_device
 
-NUM_RANKS, NUM_LAYERS = 3, 6
+NUM_RANKS, NUM_LAYERS = 3, 4
 BY_LAYER = OPTIONS | {"weights": "by-layer", "memory_gib": 40}
 
 

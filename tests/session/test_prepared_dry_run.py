@@ -98,8 +98,8 @@ PLANS["groups of heads"] = in_groups_of_heads(PLANS["sharded gradients"])
 PLANS["split backwards"] = in_split_stages(plan_of(2))
 PLANS["slices"] = in_sliced_stages(plan_of(2))
 """By what ranks hold of weights and gradients; in groups of heads; two in stages."""
-IN_DEEP_RUNS = ("groups of heads", "split backwards", "slices")
-"""Plans that tests of groups of heads, stages and slices have as well."""
+IN_DEEP_RUNS = ("whole", "groups of heads", "split backwards", "slices")
+"""Plans that tests of dry runs, groups of heads, stages and slices have as well."""
 SOME_PLANS = [pytest.param(name, marks=pytest.mark.deep) if name in IN_DEEP_RUNS else name for name in PLANS]
 RANKS = {
     "whole": [0],
@@ -206,6 +206,7 @@ def test_units_are_gathered_for_the_forward_and_again_for_the_backward(dry_runs,
         assert sorted(issued) == sorted([*expected, "reduce_scatter"]) and issued[: last + 1] == gathers
 
 
+@pytest.mark.deep
 def test_a_rank_keeps_its_share_of_sharded_gradients(dry_runs):
     (row,), (whole, *_) = dry_runs["sharded gradients"], dry_runs["whole"]
     kept, of_all = (run["peak_bytes"]["gradients"] for run in (row, whole))

@@ -58,6 +58,7 @@ def test_shares_of_gradients_train_what_one_device_trains(ranks, alone, num_rank
         assert degree > 1 and num_kept == sum(shard_size(size, degree) for size in sizes)
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_other_ranks_and_other_shares_of_gradients(ranks, alone, tmp_path):
     options, found = {name: value for name, value in SHARDED.items() if name != "steps"}, []
     for num_ranks, shards, last in ((3, "all", 1), (2, "none", 2), (3, "all", STEPS)):

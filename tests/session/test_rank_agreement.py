@@ -15,6 +15,8 @@ from lengthwise.core.lengths import LengthIndex
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {"steps": 2, "tokens_per_step": 200, "lr": 1e-2, "seed": 3, "memory_gib": 40, "policy": "dcp-intra"}
 
 

@@ -63,7 +63,7 @@ SOME = [list(MENDED)[2::4], pytest.param([*list(MENDED)[::4], *list(MENDED)[1::2
 
 @pytest.mark.parametrize("cases", SOME, ids=["some", "others"])
 def test_layers_held_called_and_shared_in_odd_ways_are_exact_under_every_kind_of_plan(ranks, cases):
-    for rank in ranks(3).run(with_check, many_outcomes, cases):
+    for rank in ranks(2 if len(cases) == 3 else 3).run(with_check, many_outcomes, cases):
         for case, found in zip(cases, rank, strict=True):
             assert isinstance(found, dict), (case, found)
             stages = found.pop("stages")

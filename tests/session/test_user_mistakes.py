@@ -16,6 +16,8 @@ from lengthwise.session.model_checks import check_model
 from tests.session import models
 from tests.session.columns import OPTIONS, bert, gpt2, learned
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 GOOD = [[1, 2, 3, 4], [5, 6, 7], [8, 9]]
 
 

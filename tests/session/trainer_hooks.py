@@ -1,8 +1,10 @@
 """What users change of transformers' Trainer: methods of subclasses, callbacks, samplers, datasets and collators."""
 
 import numpy as np
+import pytest
 import torch
 
+from lengthwise.core.errors import LengthwiseError
 from tests.session import trainers
 
 SGD = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "max_steps": 6}
@@ -168,6 +170,13 @@ def changed(folder, options, *, stock=False, hook=None, kind=None, epochs=False,
     """Log and weights of a training that is changed in one of these ways."""
     trainer = changed_trainer(folder, options, stock=stock, hook=hook, kind=kind, epochs=epochs, **others)
     return trainer.state.log_history, trainers.weights_of(trainer.model)
+
+
+def refused_change(*arguments, **options):
+    """What refuses such a training."""
+    with pytest.raises(LengthwiseError) as raised:
+        changed(*arguments, **options)
+    return str(raised.value)
 
 
 def changed_trainer(folder, options, *, stock=False, hook=None, kind=None, epochs=False, **others):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-GIVEN = ("memory", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8")
+GIVEN = ("memory", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "4")
 
 
 ANSWERS = {}
@@ -83,7 +83,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
         "attention_bias": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given = ["memory", "--model", tmp_path, "--device", "A10G-24GB"]
+    given = ["memory", "--model", tmp_path, "--device", "A10G-24GB", "--gpus", 2]
     assert json.loads(cli(*given, "--json")[1])["not_priced"] == "biases"
     assert f"not priced in {tmp_path.name}: biases" in cli(*given, "--length", 5000)[1]
 

@@ -38,12 +38,12 @@ def test_batches_of_the_lattice_run_compiled_others_are_refused_and_the_model_is
     model = Tagger()
     model.head.bias.grad = torch.ones(11)
     before = [torch.random.get_rng_state(), model.num_calls.clone(), *(w.clone() for w in model.parameters())]
-    compiled = lengthwise.compile(model, lattice.shapes, made_up, backend="aot_eager")
+    compiled = lengthwise.compile(model, lattice.shapes, made_up, backend="eager")
     after = [torch.random.get_rng_state(), model.num_calls, *model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert model.head.weight.grad is None and torch.equal(model.head.bias.grad, torch.ones(11))
     model.eval()
-    recompiled = lengthwise.compile(model, lattice.shapes, made_up, backend="aot_eager")
+    recompiled = lengthwise.compile(model, lattice.shapes, made_up, backend="eager")
     for rows, length in lattice.shapes * 2:
         tokens = torch.arange(rows * length).view(rows, length) % 11
         loss = recompiled(tokens=tokens, targets=tokens + 0)  # one tensor as both would be another graph

@@ -113,10 +113,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.deep] * (name != "llama")) for name in CASES],
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("name", CASES)
 def test_a_family_passes_the_check_and_trains_as_its_own_loop_does_at_degrees_1_to_4(ranks, name):
     for found in ranks(4).run(with_check, step_on_ranks, CASES[name], DEGREES):
         assert_exact(CASES[name], found, name)

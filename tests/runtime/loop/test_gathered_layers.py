@@ -9,6 +9,7 @@ from tests.runtime.loop.runs import assert_exact, step_on_ranks
 from tests.runtime.loop.test_families import CASES, DEGREES
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "num_kept"),
     [("llama", 1), *(pytest.param(*case, marks=pytest.mark.deep) for case in (("gpt2", 3), ("bert", 0)))],

@@ -84,7 +84,8 @@ def local_world_of_one():
     return DistContext(rank=0, size=1, device=torch.device("cpu"), ranks_per_node=1)
 
 
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, 1), (4, 2)])
 @memory_runs.at_few_places_and_in_deep_runs_at_all
 def test_a_rank_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, stages, places):
     pool, expected = ranks(num_ranks), memory_runs.train(1, 1, {})

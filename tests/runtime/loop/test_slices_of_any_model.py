@@ -92,7 +92,7 @@ def test_a_family_in_slices_trains_as_its_own_loop_does(ranks, name, which):
 
 
 @pytest.mark.parametrize(
-    ("groups", "num_ranks"), [pytest.param(TWO, 2, marks=pytest.mark.deep), (SPLIT_HEADS, 3)], ids=["stages", "heads"]
+    ("groups", "num_ranks"), [(TWO, 2), pytest.param(SPLIT_HEADS, 3, marks=pytest.mark.deep)], ids=["stages", "heads"]
 )
 def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks, groups, num_ranks):
     case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
@@ -105,7 +105,7 @@ def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks, group
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
 def test_stages_whose_weights_are_gathered_for_a_step_compute_in_slices_too(ranks, name):
-    for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True):
+    for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True, compares_stages=False):
         assert_exact(CASES[name], found, name)
 
 
@@ -160,6 +160,7 @@ SHAPES = [(2, 1, 2), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in
 """Ranks, degree and stages."""
 
 
+@pytest.mark.deep
 @memory_runs.at_few_places_and_in_deep_runs_at_all
 @pytest.mark.parametrize(("num_ranks", "degree", "stages"), SHAPES)
 def test_slices_that_run_out_of_memory_keep_no_other_rank_waiting(ranks, num_ranks, degree, stages, places):

@@ -93,6 +93,7 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, place):
         torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "place",
     ["before the backward", *(pytest.param(p, marks=pytest.mark.deep) for p in ("the loss", "after the backward"))],

@@ -70,6 +70,7 @@ def test_dropout_drops_the_same_in_stages_as_in_one(ranks):
             torch.testing.assert_close(staged[name], change, rtol=0, atol=EXACT)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "groups"),
     [("gpt2", TWO), *(pytest.param("llama", groups, marks=pytest.mark.deep) for groups in (THREE, FOUR))],

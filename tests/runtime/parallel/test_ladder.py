@@ -41,7 +41,7 @@ KEPT = 0.02
 
 ON_RANKS = pytest.mark.parametrize(
     ("num_ranks", "in_turn"),
-    [(1, False), (3, True), *(pytest.param(n, False, marks=pytest.mark.deep) for n in (2, 3))],
+    [(1, False), (2, True), *(pytest.param(n, False, marks=pytest.mark.deep) for n in (2, 3))],
 )
 """``in_turn``: whether each method meets one of several rungs, or all of them."""
 
@@ -80,7 +80,8 @@ def check_offload(names, in_turn):
 @pytest.mark.parametrize(
     ("method", "num_ranks"),
     [
-        *((method, 3) for method in (*SHARDED, *WHOLE)),
+        *((method, 2) for method in (*SHARDED, *WHOLE)),
+        *(pytest.param(method, 3, marks=pytest.mark.deep) for method in (*SHARDED, *WHOLE)),
         # One rank computes the same by all that share its weights, or do not.
         *((methods[0], 1) for methods in (SHARDED, WHOLE)),
         *(pytest.param(method, 1, marks=pytest.mark.deep) for method in (*SHARDED[1:], *WHOLE[1:])),

@@ -71,7 +71,7 @@ def closed(sent: Sent, weights: Sent, num_tokens):
 @pytest.mark.parametrize(
     ("method", "num_ranks", "specs"),
     [
-        *((method, 4, SPECS[::3]) for method in (*SHARDED, *WHOLE)),
+        *((method, 3, SPECS[::3]) for method in (*SHARDED, *WHOLE)),
         *((methods[0], 1, SPECS[::3]) for methods in (SHARDED, WHOLE)),
         *(
             pytest.param(method, n, SPECS, marks=pytest.mark.deep)

@@ -29,7 +29,7 @@ def run_folder(tmp_path) -> RunFolder:
 
 @pytest.mark.parametrize("settings", [OPTIMIZERS[0], pytest.param(OPTIMIZERS[3], marks=pytest.mark.deep)], ids=name_of)
 def test_the_exported_weights_are_the_master_weights_to_the_bit(ranks, run_folder, cli, tmp_path, settings):  # noqa: F811
-    first, second = ranks(3).run(_save_two, str(run_folder.checkpoints), settings)[0]
+    first, second = ranks(2).run(_save_two, str(run_folder.checkpoints), settings)[0]
     code, stdout, _ = cli("export", run_folder.path, "--out", tmp_path / "newest", "--json")
     assert code == 0
     assert json.loads(stdout)["checkpoint"] == str(run_folder.checkpoints / "step_00000002")

@@ -16,7 +16,7 @@ from lengthwise.runtime.train.step_metrics import Row
 from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves
 from tests.sim.random_plans import SPEC
 
-STEPS = 12
+STEPS = 8
 SETTINGS = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
 KILLED = -signal.SIGKILL
 

@@ -20,8 +20,7 @@ from tests.runtime.train.runs import local_world, new_state
     ("num_ranks", "settings"),
     [
         (1, OPTIMIZERS[3]),
-        (3, OPTIMIZERS[0]),
-        *(pytest.param(*p, marks=pytest.mark.deep) for p in ((1, OPTIMIZERS[0]), (3, OPTIMIZERS[3]))),
+        *(pytest.param(n, OPTIMIZERS[at], marks=pytest.mark.deep) for n, at in ((3, 0), (1, 0), (3, 3))),
     ],
     ids=lambda one: one if isinstance(one, int) else name_of(one),
 )

@@ -80,10 +80,9 @@ def compare(dtype, name):
 
 CASES = [
     (1, torch.float64, "adamw"),
-    (3, torch.float64, "adafactor"),
-    (1, torch.bfloat16, "sgd"),
+    (2, torch.bfloat16, "sgd"),
     *(pytest.param(n, torch.float64, name, marks=pytest.mark.deep) for n in (1, 2, 3) for name in OPTIMIZERS),
-    *(pytest.param(n, torch.bfloat16, "sgd", marks=pytest.mark.deep) for n in (2, 3)),
+    *(pytest.param(n, torch.bfloat16, "sgd", marks=pytest.mark.deep) for n in (1, 3)),
 ]
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from math import prod
 from unittest import mock
 
+import pytest
 import torch
 
 from lengthwise.core.pass_order import PipelineSchedule
@@ -28,6 +29,7 @@ def plan_of(seed):
     return random_plan(rng, batch, 4), batch
 
 
+@pytest.mark.deep
 def test_the_flight_recorder_saw_the_proven_operations_of_random_plans():
     pool = RankPool(4, TORCH_FR_BUFFER_SIZE="20000")
     try:

@@ -155,12 +155,12 @@ def check_script(shard, issued, recompute):
 
 @pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 def test_any_attention_is_exact_under_every_method(ranks, num_ranks):
-    ranks(num_ranks).run(check_draws, range(4 if num_ranks == 3 else 6))
+    ranks(num_ranks).run(check_draws, range(3 if num_ranks == 3 else 6))
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
 def test_any_attention_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
-    ranks(num_ranks).run(check_kernels, range(50, 53 if num_ranks == 3 else 55))
+    ranks(num_ranks).run(check_kernels, range(50, 52 if num_ranks == 3 else 55))
 
 
 def stand_in_for_wide_queries(method):
@@ -284,6 +284,7 @@ def test_a_rank_out_of_memory_stands_in_for_itself_in_rings_too(ranks, num_ranks
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("fails", [pytest.param({}, marks=pytest.mark.deep), {1: ("backward of layer 1",)}])
 def test_weights_gathered_by_layer_and_rings_go_together_also_out_of_memory(ranks, fails):
     expected = memory_runs.train_alone(ranks)

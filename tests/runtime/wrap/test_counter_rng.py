@@ -56,7 +56,7 @@ DROPPING = {
 @pytest.mark.parametrize(
     ("name", "shared"),
     [
-        ("gpt2", (PACKED, FOUR)),
+        ("gpt2", (FOUR,)),
         *(pytest.param(name, (PACKED, TWO, FOUR), marks=pytest.mark.deep) for name in DROPPING),
     ],
 )

@@ -16,6 +16,8 @@ from tests.session.loops import as_started_by_torchrun
 from tests.session.structure_runs import OPTIONS, pipeline_of, plan_of, rows
 from tests.session.structures import LAYERS, Plain
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 STEPS = 5
 ANOTHER = r"got a loss of .*the one that was checked before the run"
 

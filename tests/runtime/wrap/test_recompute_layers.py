@@ -12,6 +12,7 @@ from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.recompute_layers import recompute, selective_contexts
 from tests.runtime.loop.modules import GPT, VOCAB, Llama, RotaryBlock
 from tests.runtime.loop.runs import Case, assert_exact, learned, packed, randomised, shard_of, step_on_ranks
+from tests.runtime.loop.test_families import AT_TWO
 from tests.runtime.loop.test_plain_modules import DEGREES, LOGITS, built, gpt_case
 
 LENGTHS = (40, 3, 21)
@@ -176,4 +177,4 @@ def test_outside_of_a_micro_batch_a_layer_is_just_called():
 
 def test_tuples_and_keywords_pass_through_recomputed_layers(ranks):
     case = Case(build=partial(built, Asking), **LOGITS)
-    assert_exact(case, ranks(4).run(step_on_ranks, case, DEGREES)[0])
+    assert_exact(case, ranks(2).run(step_on_ranks, case, AT_TWO)[0])

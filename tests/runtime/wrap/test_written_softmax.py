@@ -11,6 +11,8 @@ from lengthwise.core.errors import InputError
 from tests.session import models
 from tests.session.loops import step_through
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {"cost": models.mixed_cost(), "memory_gib": 40, "lr": 0.5, "optimizer": "sgd", "weight_decay": 0.0}
 OPTIONS |= {"clip_norm": 0.0, "steps": 1, "sequences_per_step": 40, "verbose": False, "packing": "always"}
 
