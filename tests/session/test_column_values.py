@@ -20,6 +20,8 @@ from lengthwise.session.objectives import expected_columns
 from tests.session import models
 from tests.session.columns import bert, gpt2
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 TAKES = frozenset({"input_ids", "labels", "token_type_ids"})
 
 

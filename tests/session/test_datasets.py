@@ -11,6 +11,8 @@ from tests.index.build import build, write_jsonl
 from tests.session import models
 from tests.session.loops import step_through
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 ROWS = [[5, 6, 7, 8, 9], [1, 2], [3, 3, 3, 4]]
 
 

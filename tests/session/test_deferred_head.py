@@ -7,6 +7,8 @@ from torch.nn import functional as F
 import lengthwise as lw
 from lengthwise.runtime.wrap.deferred_logits import DeferredLogits
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 transformers = pytest.importorskip("transformers")
 SIZES = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,

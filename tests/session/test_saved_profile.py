@@ -9,6 +9,8 @@ import transformers
 
 import lengthwise as lw
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {"sequences_per_step": 8, "steps": 1, "verbose": False, "policy": "static"}
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
 
