@@ -20,6 +20,8 @@ from lengthwise.runtime.wrap.corpus_window import LONGEST
 
 LENGTHS = (11, 7)
 """Slots of the two sequences that a model is traced with; sizes that models rarely have otherwise."""
+MOST_ITEMS = 1 << 16
+"""Sequences whose items lend their numbers to those that a model is compared on."""
 FEWEST = 3
 """Slots of the first one, at least: both then have a target of next tokens, and the two are told apart."""
 
@@ -155,11 +157,16 @@ def _first_alone(labels_of: Callable[[int], np.ndarray], ignored: int, sequence:
 
 @contextmanager
 def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
-    """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes."""
+    """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes.
+
+    Each has the number of an item of its own, also where items are split or units.
+    """
     before = run.collator
     if run.wrapped_model.labels_sequences:
         changes["labels"] = partial(_first_alone, changes["labels"], before.ignore_index)
-    run.collator = replace(before, **changes, special=None, shared=None)
+    items = before.item_numbers
+    items = None if items is None else np.unique(items[:MOST_ITEMS])
+    run.collator = replace(before, **changes, special=None, shared=None, item_numbers=items)
     try:
         yield
     finally:
