@@ -56,7 +56,7 @@ from lengthwise.session.coupled_units import (
 )
 from lengthwise.session.dataset_items import DatasetItems, warn_of_columns
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_other_mean
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_numbers, warn_of_other_mean
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
@@ -282,6 +282,7 @@ def _compare(prepared: PreparedModel, chosen: PrepareOptions, lengths: LengthInd
     """Compare packs, compiled layers and shared prefixes with the stock model."""
     check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
     warn_of_unread_labels(prepared, chosen)
+    warn_of_numbers(prepared)
     check_compiled(prepared)
     if chosen.share_prefixes:
         check_shared_prefixes(prepared)
