@@ -66,6 +66,7 @@ from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
     check_options,
+    check_padding,
     check_takes,
     forward_errors_named,
 )
@@ -317,6 +318,7 @@ def _read(
         warn_of_columns(sequences.store.columns)
     chosen = with_metric_of(chosen, sequences.view)
     check_takes(model, sequences)
+    check_padding(chosen, expected.objective, sequences)
     is_default = expected.objective == NEXT_TOKEN and chosen.objective is None and chosen.inputs is None
     if is_default and isinstance(sequences.store, DatasetItems) and not is_hugging_face(base_model(model)):
         check_labels_of_next(type(model).__name__, sequences.store.label_counts, warns=world.is_first)

@@ -182,8 +182,8 @@ def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:
         pack = replace(pack, padded_to=degree * slots, rows=0)
     if collator.has_all_targets and pack.num_tokens > sum(pack.lengths):
         raise InputError(
-            f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
-            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
-            "slot; plan a lower degree for them, or no padding"
+            f"items {', '.join(map(str, collator.items(collator.members(pack)[:5])))} of {sum(pack.lengths) // slots} "
+            f"slots would be padded to {pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} "
+            "has a loss for every slot; plan a lower degree for them (max_degree=), or by a policy without padding"
         )
     return pack
