@@ -101,6 +101,15 @@ def has_kinds_of_ids(collator: PackCollator) -> bool:
     return are_ids and any(len(np.unique(values)) > 1 for values in kinds)
 
 
+def has_kinds(collator: PackCollator) -> bool:
+    """Whether slots of the corpus that differ are token ids, or such with integers for a loss, and not all the same."""
+    kinds = [values for name, values in collator.kinds.items() if name not in collator.loss_columns]
+    of_loss = [values for name, values in collator.kinds.items() if name in collator.loss_columns]
+    are_ids = bool(kinds) and all(values.ndim == 1 and values.dtype.kind in "iu" for values in kinds)
+    are_integers = [values for values in of_loss if values.dtype.kind in "biu"]
+    return are_ids and any(len(np.unique(values, axis=0)) > 1 for values in [*kinds, *are_integers])
+
+
 class ReorderedSlots:
     """A source whose sequences have all different slots of the corpus in turn, then again in reverse order."""
 
