@@ -1,62 +1,29 @@
 """Arguments that belong to a sequence and not to its slots: texts of lengths of their own, attended jointly."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.core.errors import InputError
-from tests.session.models import VOCAB
+from lengthwise.core.errors import InfeasibleError, InputError, LengthwiseError
+from tests.plan.costs import SimpleCost
+from tests.session.item_numbers import (
+    LONGEST,
+    TEXTS,
+    inputs,
+    loss_of,
+    model,
+    numbers_of_brought,
+    numbers_of_units,
+    texts_of_items,
+)
 from tests.session.structure_runs import LENGTHS, LR, OPTIONS, rows
+from tests.session.structures import Plain
 
 pytestmark = pytest.mark.usefixtures("unchecked")
-
-
-WIDTH, HEADS = 16, 2
-TEXTS = [torch.tensor(np.random.default_rng(n).normal(size=(1 + 5 * n % 7, WIDTH))) for n in range(len(LENGTHS))]
-
-
-class JointBlock(nn.Module):
-    """Tokens and text have their own weights and attend to one another, as in MM-DiT."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_tokens, self.of_text, self.mlp = (nn.Linear(WIDTH, n * WIDTH) for n in (3, 3, 1))
-
-    def forward(self, x, text):
-        joint = torch.cat([self.of_text(text), self.of_tokens(x)], 1)
-        q, k, v = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in joint.chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return x + F.gelu(self.mlp(y[:, text.shape[1] :])), text + y[:, : text.shape[1]]
-
-
-class Joint(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(JointBlock() for _ in range(2))
-
-    def forward(self, idx, text, scale=1.0):
-        x = scale * self.tokens(idx)
-        for block in self.blocks:
-            x, text = block(x, text)
-        return self.head(x)
-
-
-def inputs(micro_batch):
-    text = torch.cat([TEXTS[sequence] for sequence in micro_batch.sequence_ids])
-    return {"idx": micro_batch.tokens[None], "text": text[None], "scale": 0.5}
-
-
-def loss_of(output, micro_batch):
-    return F.cross_entropy(output[0], micro_batch.targets)
-
-
-def model():
-    torch.manual_seed(0)
-    return Joint().double()
 
 
 def weights_of_a_loop():
@@ -118,4 +85,71 @@ def test_one_that_is_the_same_for_all_may_be_another_in_a_call():
             assert not torch.equal(output, other)
             step.backward(loss_of(output, micro_batch))
         step.update()
+    run.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_they_are_looked_up_by_the_numbers_of_items_whatever_is_left_out_or_cut(ranks, num_ranks):
+    for over_length in ("drop", "truncate", "split"):
+        for off in ranks(num_ranks).run(texts_of_items, over_length):
+            assert off < 1e-12, over_length
+
+
+def test_members_of_units_have_the_number_of_their_item(ranks):
+    longest = LENGTHS.index(max(LENGTHS))
+    expected = [(n, tuple(each.tolist())) for n, row in enumerate(rows()) for each in (row, row[::-1]) if n != longest]
+    assert sorted(itertools.chain(*ranks(2).run(numbers_of_units))) == sorted(expected)
+
+
+def test_items_of_a_loop_are_numbered_from_those_of_rank_0(ranks):
+    expected = {(number, tuple(row.tolist())) for number, row in enumerate(rows())}
+    assert set(itertools.chain(*ranks(2).run(numbers_of_brought, (len(LENGTHS) - 2, 2)))) == expected
+
+
+def prepared_of(items, **options):
+    torch.manual_seed(0)
+    return lw.prepare(Plain().double(), items, max_length=LONGEST, over_length="drop", **OPTIONS | options)
+
+
+def test_messages_name_items_by_what_the_user_gave(caplog):
+    items = [{"input_ids": row, "loss_mask": np.ones(len(row), int)} for row in rows()]
+    last = {"input_ids": np.arange(4), "loss_mask": np.zeros(4, int)}
+    run = prepared_of([*items, last], sequences_per_step=1, steps=5)
+    assert [len(row) > LONGEST for row in rows()].count(True) == 2
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+        step.update()
+    run.close()
+    assert "no token of its 1 sequences (6) has a loss" in caplog.text
+
+
+def test_a_sequence_that_does_not_fit_is_named_by_its_item():
+    with pytest.raises(InfeasibleError, match=rf"sequence 4 \({LENGTHS[4]} tokens\)"):
+        prepared_of(
+            [rows()[2], *rows()[2:4], rows()[5], rows()[4]], cost=SimpleCost(capacity=7), steps=1, recompute="none"
+        )
+
+
+def test_items_that_processes_cannot_read_are_named():
+    class Failing:
+        """Its last item cannot be read once a run has begun."""
+
+        is_gone = False
+
+        def __len__(self):
+            return len(LENGTHS)
+
+        def __getitem__(self, number):
+            if self.is_gone and number == 4:
+                raise OSError("the disk is gone")
+            return rows()[number]
+
+    items = Failing()
+    run = prepared_of(items, workers=1, steps=1)
+    items.is_gone = True
+    with pytest.raises(LengthwiseError, match="item 4 could not be read: OSError: the disk is gone"):
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(run.model(**micro_batch.inputs)[1])
     run.close()

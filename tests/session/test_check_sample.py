@@ -124,3 +124,59 @@ def test_the_configs_of_a_model_name_tokens():
     config.text_config = LlamaConfig(bos_token_id=11)
     assert special_tokens(SimpleNamespace(config=config)) >= {7, 9, 3, 11}
     assert special_tokens(torch.nn.Linear(1, 1)) == frozenset()
+
+
+NO_TEXT, CLASSES = 5, [0, 1, 2, 3, 4, 6, 7, 8, 9]
+"""Class ids of items; the first is a value between others, of one late item."""
+
+
+class SeesClass(models.GPT):
+    """A value of a column changes the whole pack."""
+
+    def forward(self, idx, kind, targets):
+        kind = kind.flatten(1) if kind.dim() > 2 else kind
+        logits = super().forward(idx)[0] * (1.0 + (kind == NO_TEXT).any())
+        return logits, F.cross_entropy(logits[0], targets[0])
+
+
+def classified(value_of, *, tokens=None):
+    draws = np.random.default_rng(0)
+    rows = [row if tokens is None else np.full_like(row, tokens) for row in map(np.asarray, models.rows())] * 4
+    kinds = [NO_TEXT if number == 17 else int(draws.choice(CLASSES)) for number in range(len(rows))]
+    return [{"input_ids": row, "kind": value_of(kind, len(row))} for row, kind in zip(rows, kinds)]
+
+
+FORMS = {
+    "of the item": lambda kind, length: kind,
+    "of one token": lambda kind, length: np.where(np.arange(length) == length // 2, kind, 0).astype(np.uint8),
+    "of two channels": lambda kind, length: np.stack([np.arange(length) % 9 * 100, np.full(length, kind)], axis=1),
+}
+
+
+def made(micro_batch):
+    return {
+        "idx": micro_batch.tokens[None],
+        "kind": micro_batch.column("kind")[None],
+        "targets": micro_batch.labels[None],
+    }
+
+
+@pytest.mark.parametrize("tokens", [None, 0])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_value_between_others_in_a_column_for_the_loss_is_noticed_before_the_run(form, tokens):
+    with pytest.raises(CheckError, match="learns something else from packs"):
+        lw.prepare(SeesClass(), classified(form, tokens=tokens), inputs=made, loss_columns=("kind",), **OPTIONS)
+
+
+def test_each_value_of_a_column_of_few_is_kept_and_of_others_none():
+    slots, draws = DistinctSlots(), np.random.default_rng(0)
+    for number in range(40):
+        tokens = 10_000 + np.arange(100 * number, 100 * number + 100)
+        few = np.full(100, NO_TEXT if number == 30 else number % 4)
+        few[1:] = draws.integers(0, 4, 99)
+        columns = {"few": few, "flag": few > 3, "many": tokens**2, "real": draws.normal(size=100)}
+        slots.add(tokens, None, {}, columns)
+    kinds = slots.columns()
+    assert len(kinds["tokens"]) == MOST
+    assert set(kinds["few"].tolist()) == {0, 1, 2, 3, NO_TEXT}
+    assert set(kinds["flag"].tolist()) == {False, True}

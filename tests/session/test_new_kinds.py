@@ -84,3 +84,25 @@ def test_without_a_check_nothing_is_compared():
     model, run = run_of(Segments, check=False)
     train(run, model, with_token(SEPARATOR))
     run.close()
+
+
+def test_a_class_that_no_example_had_is_compared_before_it_is_trained():
+    class OfClass(Plain):
+        """A class changes the whole pack."""
+
+        def forward(self, idx, kind, targets):
+            logits = super().forward(idx)[0] * (1.0 + (kind == 3).any())
+            return logits, F.cross_entropy(logits[0], targets[0])
+
+    def inputs(micro_batch):
+        kind = micro_batch.column("kind")[None]
+        return {"idx": micro_batch.tokens[None], "kind": kind, "targets": micro_batch.labels[None]}
+
+    def of_classes(*kinds):
+        return [{"input_ids": row, "kind": kinds[number % len(kinds)]} for number, row in enumerate(EXAMPLES)]
+
+    model, run = run_of(OfClass, of_classes(1, 2, 4, 5), inputs=inputs, loss_columns=("kind",))
+    train(run, model, of_classes(5, 4, 2))
+    with pytest.raises(CheckError, match="the items have values of columns that no example had"):
+        run.step(of_classes(1, 2, 3))
+    run.close()

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+from torch.nn import functional as F
 
+import lengthwise as lw
 from lengthwise.config.prepare_options import read_options
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -11,6 +13,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.session.prepare_planning import make_planner, make_sampler, with_metric_of
+from tests.session import models
 
 LENGTHS = LengthIndex(lengths=np.array([5, 40, 7, 9, 3]))
 METRIC = [3.0, 1.0, 2.0, 5.0, 4.0]
@@ -53,3 +56,30 @@ def test_policies_are_tuned_on_batches_that_the_run_does_not_compute(order):
     computed = [np.array(next(sampler).lengths) for _ in samples]
     assert samples and not any(np.array_equal(sample, batch) for sample in samples for batch in computed)
     assert max(map(np.mean, samples)) < 4 * min(map(np.mean, samples))
+
+
+def every_token(items, policy):
+    def loss(output, micro_batch):
+        targets = micro_batch.labels if "labels" in items[0] else micro_batch.tokens
+        return F.cross_entropy(output[0][0], targets)
+
+    return lw.prepare(
+        models.gpt(), items, objective="every-token", policy=policy, steps=1, sequences_per_step=3, loss=loss,
+        cost=models.mixed_cost(), memory_gib=40, verbose=False, check=False, clip_norm=0.0, max_stages=1,
+        inputs=lambda micro_batch: {"idx": micro_batch.tokens[None]},
+    )  # fmt: skip
+
+
+def test_padding_is_refused_before_the_run_where_it_would_be_learned_from():
+    items = [{"input_ids": np.arange(length)} for length in (4, 9, 6)]
+    with pytest.raises(
+        InputError, match=r"policy='padded' pads .* objective='every-token' .* policy='static' .* labels"
+    ):
+        every_token(items, "padded")
+    every_token(items, "packed").close()
+    run = every_token([{**item, "labels": item["input_ids"]} for item in items], "padded")
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(F.cross_entropy(run.model(**micro_batch.inputs)[0][0], micro_batch.labels))
+        assert np.isfinite(step.update().loss)
+    run.close()

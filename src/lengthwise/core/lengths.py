@@ -66,6 +66,8 @@ class LengthIndex:
     """[num_sequences] tokens that have a loss; None: those that the model's objective says."""
     attention_lengths: np.ndarray | None = None
     """[num_sequences] as in ``GlobalBatch``; None: those of ordinary sequences."""
+    numbers: np.ndarray | None = None
+    """[num_sequences] the number that each sequence has for the user, such as of its item; None: its place here."""
 
     def __post_init__(self) -> None:
         if not self.lengths.size:
@@ -96,6 +98,10 @@ class LengthIndex:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def number_of(self, place: int) -> int:
+        """The number that the sequence at ``place`` has for the user."""
+        return place if self.numbers is None else int(self.numbers[place])
 
     def select(self, ids: np.ndarray) -> "LengthIndex":
         """The sequences ``ids`` as lengths of their own."""

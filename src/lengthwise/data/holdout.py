@@ -33,7 +33,8 @@ def hold_out(view: CorpusView, share: float) -> tuple[CorpusView, CorpusView]:
 
 
 def _part(view: CorpusView, selected: np.ndarray, name: str) -> CorpusView:
-    lengths = LengthIndex(lengths=view.lengths.lengths[selected], corpus_digest=f"{view.lengths.digest}/{name}")
+    mark, numbers = f"{view.lengths.digest}/{name}", view.base_ids[selected]
+    lengths = LengthIndex(lengths=view.lengths.lengths[selected], corpus_digest=mark, numbers=numbers)
     ledger = replace(
         view.ledger,
         held_out=int((~selected).sum()),

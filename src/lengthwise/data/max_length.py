@@ -93,11 +93,11 @@ def apply_max_length(lengths: LengthIndex, *, max_length: int | None, rule: Over
 
 
 def _refuse(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> None:
-    first = int(np.argmax(is_over))
-    num_over = int(is_over.sum())
+    first, num_over = int(np.argmax(is_over)), int(is_over.sum())
+    length = int(lengths.lengths[first])
     raise InputError(
-        f"sequence {first} has {int(lengths.lengths[first]):,} tokens, over {Setting.MAX_LENGTH} {max_length:,}; "
-        f"so do {num_over:,} of {len(lengths):,} sequences, the longest with {lengths.max_length:,}. "
+        f"sequence {lengths.number_of(first)} has {length:,} tokens, over {Setting.MAX_LENGTH} {max_length:,}; so do "
+        f" {num_over:,} of {len(lengths):,} sequences, the longest with {lengths.max_length:,}. "
         f"Raise {Setting.MAX_LENGTH}, or set {Setting.OVER_LENGTH} to drop, truncate or split"
     )
 
@@ -114,7 +114,8 @@ def _view(
     lengths: LengthIndex, new_lengths: np.ndarray, *, base_ids: np.ndarray, starts: np.ndarray, counts: dict[str, Any]
 ) -> CorpusView:
     mark = f"{lengths.digest}/{counts['rule']}/{counts['max_length']}"
-    index = LengthIndex(lengths=new_lengths, corpus_digest=mark)
+    numbers = base_ids if lengths.numbers is None else lengths.numbers[base_ids]
+    index = LengthIndex(lengths=new_lengths, corpus_digest=mark, numbers=numbers)
     ledger = LengthLedger(
         sequences_in=len(lengths),
         tokens_in=lengths.num_tokens,

@@ -17,6 +17,11 @@ LOWEST, HIGHEST = 32, 256
 their own."""
 USUAL = 256
 """How many of the tokens that most sequences have come next."""
+FEW, FEW_CHANNELS = 64, 8
+"""Values that a column of integers for a loss has at most, in each of so many channels at most, whose every value is
+kept: such as classes, kinds of tokens and levels of noise, and no counts or times."""
+_OF_FEW = ""
+"""In place of a column's name: slots with a value that is new in a column of few."""
 _HELD_BYTES = 1 << 26
 """Of the slots from which those are chosen."""
 _LOOKED = 1 << 24
@@ -38,6 +43,8 @@ class DistinctSlots:
         """``special``: tokens that are kept before all others, if the corpus has them."""
         self._special = np.array(sorted(special), dtype=np.int64)
         self._seen: dict[str, np.ndarray] = {}
+        self._few: dict[tuple[str, int], np.ndarray] = {}
+        """The values of each channel of the columns of few that were seen, one more than few at least if there are."""
         self._sequences_with = np.zeros(0, dtype=np.int64)
         """By token."""
         self._parts: list[dict[str, np.ndarray]] = []
@@ -52,7 +59,10 @@ class DistinctSlots:
         passed: Mapping[str, np.ndarray],
         carried: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Look at the slots of one item; columns that are ``carried`` are kept with them, whatever they hold."""
+        """Look at the slots of one item; columns that are ``carried`` are kept with them, whatever they hold.
+
+        Of those, integers of few values are looked at as well.
+        """
         carried = carried or {}
         columns = {"tokens": tokens, **({} if labels is None else {"labels": labels}), **passed}
         are_token_columns = all(
@@ -67,6 +77,8 @@ class DistinctSlots:
         places = (tokens.astype(np.int64) + _BELOW_ZERO)[(tokens >= -_BELOW_ZERO) & (tokens < _LARGEST - _BELOW_ZERO)]
         self._sequences_with = _grown(self._sequences_with, places)
         self._sequences_with[places] += 1  # once for each token of the item
+        of_few = [self._first_of_few(name, values) for name, values in carried.items() if len(values) == len(tokens)]
+        firsts[_OF_FEW] = np.concatenate([np.zeros(0, dtype=np.int64), *of_few])
         slots = np.unique(np.concatenate(list(firsts.values())))
         if not len(slots) or self._held_bytes > _HELD_BYTES:
             return
@@ -95,6 +107,21 @@ class DistinctSlots:
         seen[shifted[places]] = True
         return places[np.unique(shifted[places], return_index=True)[1]]
 
+    def _first_of_few(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Where integers are that a column of few values had nowhere before, the first of each; none if it has many."""
+        channels, places = values.reshape(len(values), -1), [np.zeros(0, dtype=np.int64)]
+        if values.dtype.kind not in "biu" or channels.shape[1] > FEW_CHANNELS:
+            return places[0]
+        for channel in range(channels.shape[1]):
+            seen = self._few.get((name, channel), np.zeros(0, dtype=np.int64))
+            if len(seen) > FEW:
+                continue
+            different, first = np.unique(channels[:, channel].astype(np.int64), return_index=True)
+            is_new = ~np.isin(different, seen)
+            seen = self._few[name, channel] = np.concatenate([seen, different[is_new]])
+            places += [first[is_new]] if len(seen) <= FEW else []
+        return np.concatenate(places)
+
     def columns(self, others: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
         """Tokens, labels and other columns of these slots, and of ``others``; nothing if tokens are no integers."""
         forms = [{name: values.shape[1:] for name, values in part.items()} for part in self._parts]
@@ -114,11 +141,12 @@ class DistinctSlots:
         places = np.clip(slots["tokens"] + _BELOW_ZERO, 0, _LARGEST)
         counts = np.where(is_new["tokens"], _grown(self._sequences_with, places)[places], 0)
         ranks[np.argsort(-counts, kind="stable")[:USUAL]] = 3
-        values_of = {name: np.unique(slots[name][new]) for name, new in is_new.items() if new.any()}
+        values_of = {name: np.unique(slots[name][new]) for name, new in is_new.items() if name and new.any()}
         for name, values in values_of.items():
             ranks[is_new[name] & (slots[name] >= values[-HIGHEST:][0])] = 2
         for name, values in values_of.items():
             ranks[is_new[name] & (slots[name] <= values[:LOWEST][-1])] = 1
+        ranks[is_new[_OF_FEW]] = 1
         ranks[is_new["tokens"] & np.isin(slots["tokens"], self._special)] = 0
         return ranks
 

@@ -179,7 +179,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
     return DatasetItems(
         items=corpus,
         columns=columns,
-        lengths=LengthIndex(lengths=np.array(scan.lengths, dtype=np.int64), corpus_digest=state.hexdigest()),
+        lengths=_lengths(scan, state.hexdigest()),
         numbers=np.array(scan.numbers, dtype=np.int64),
         starts=np.array(scan.starts, dtype=np.int64),
         checksums=np.array(scan.checksums, dtype=np.int64),
@@ -193,6 +193,12 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
         attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.has_units else None,
     )
+
+
+def _lengths(scan: _Scan, digest: str) -> LengthIndex:
+    """Lengths of the sequences, each with the number of its item."""
+    lengths, numbers = (np.array(values, dtype=np.int64) for values in (scan.lengths, scan.numbers))
+    return LengthIndex(lengths=lengths, corpus_digest=digest, numbers=numbers)
 
 
 def _scan_of(count: int, expected: ExpectedColumns) -> _Scan:

@@ -80,6 +80,13 @@ class RunSequences:
         starts, sizes = offsets[base_ids], np.diff(offsets)[base_ids]
         return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
 
+    @cached_property
+    def item_numbers(self) -> np.ndarray | None:
+        """[S] the item of each sequence that the model computes, or its number in an index; None: its own number."""
+        store, numbers = self.store, self._numbers_in_store
+        numbers = store.numbers[numbers] if isinstance(store, DatasetItems) else numbers
+        return None if np.array_equal(numbers, np.arange(len(numbers))) else numbers
+
     def tokens(self, id: int, /) -> np.ndarray:
         """Token ids of one sequence, or ``[slots, ...]`` of anything."""
         return self._cut(self.store.tokens(self._in_store(id)), id)

@@ -10,6 +10,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.verify.learn_made_labels import numbers_in_loss
 from lengthwise.session.layer_choice import ComparedCalls, Learn, learn_with_layers
 from lengthwise.session.objectives import labels_sequences
 
@@ -111,6 +112,20 @@ def warn_of_other_mean(prepared: PreparedModel) -> None:
             "any plan. Make another loss in the loop, with step.backward(loss, mean_over='step'); a mean over rows is "
             "mean_over='units', and what is meant to couple sequences is coupled_loss= of prepare",
             type(prepared.model).__name__,
+        )  # fmt: skip
+
+
+def warn_of_numbers(prepared: PreparedModel) -> None:
+    """Say of losses of one number for each sequence, as in regression, that tokens weigh them, and what else may."""
+    wrapped_model = prepared.wrapped_model
+    if wrapped_model.by_sequence is None or wrapped_model.labels.made is not None or wrapped_model.labels_sequences:
+        return
+    if (names := numbers_in_loss(prepared)) and prepared.world.is_first:
+        _log.warning(
+            "the loss of %s depends on %s, of which a sequence has one and not each token, as of a target of "
+            "regression: step.backward(loss) weighs each sequence by its tokens with a target. If sequences are to "
+            "weigh the same, say step.backward(loss, mean_over='units')",
+            type(prepared.model).__name__, " and ".join(names),
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from lengthwise.session.item_values import (
     ExpectedColumns,
     ItemRow,
     as_array,
+    as_torch_has_it,
     cannot_be_used,
     first_leaf,
     is_mapping,
@@ -92,8 +93,9 @@ class ItemColumns:
         if PROMPT_MASK in values:
             masks.append(self._prompt_mask(where, values.pop(PROMPT_MASK), tokens))
         positions = {name: values.pop(name) for name in POSITIONS if name in values}
+        arrays = {name: as_array(f"{name} of {where}", values) for name, values in positions.items()}
         bounds = sequence_bounds(
-            where, int(keep.sum()), {name: without_padding(values, keep) for name, values in positions.items()}
+            where, int(keep.sum()), {name: without_padding(array, keep) for name, array in arrays.items()}
         )
         if len(bounds) > 2 and (self.expected.labels_sequences or not self.expected.splits_rows):
             raise InputError(
@@ -372,7 +374,7 @@ def _loss_column(where: str, name: str, value: Any, num_slots: int) -> np.ndarra
     if value is None:
         raise InputError(f"{where} has no column {name}, which loss_columns names; give it to every item")
     array = as_array(f"{name} of {where}", value)
-    array = np.full(num_slots, array) if array.ndim == 0 else array
+    array = as_torch_has_it(f"{name} of {where}", np.full(num_slots, array) if array.ndim == 0 else array)
     if array.dtype.kind not in "biuf" or len(array) != num_slots:
         raise InputError(
             f"{name} of {where} is {array.dtype} of shape {array.shape}, and there are {num_slots} tokens; a column of "

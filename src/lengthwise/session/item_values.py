@@ -95,9 +95,24 @@ def not_tokenised(what: str, values: np.ndarray) -> InputError:
     )
 
 
-def without_padding(value: Any, keep: np.ndarray) -> Any:
+def as_torch_has_it(what: str, array: np.ndarray) -> np.ndarray:
+    """Numbers in a dtype that torch computes with: of wide unsigned integers int64, of ``longdouble`` float64.
+
+    Raises:
+        InputError: an integer is beyond int64.
+    """
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if kind == "u" and size > 1:
+        if array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise InputError(f"{what} has {int(array.max())} in it; integers are up to 2^63 - 1")
+        return array.astype(np.int64)
+    if kind == "f" and size > 8:
+        return array.astype(np.float64)
+    return array.astype(array.dtype.newbyteorder("="), copy=False) if kind in "biuf" else array
+
+
+def without_padding(array: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """The part of a column of one value per token that is no padding; another column as it is."""
-    array = np.asarray(value) if not isinstance(value, torch.Tensor) else value.detach().cpu().numpy()
     return array[keep] if array.shape == keep.shape else array
 
 
@@ -121,6 +136,8 @@ def row_advice(tokens: np.ndarray) -> str:
             "where the corpus is one long row, cut it into sequences: at the ends of documents, or "
             "[ids[i : i + 1024] for i in range(0, len(ids), 1024)]"
         )
+    if tokens.ndim == 1 and tokens.dtype.kind == "b":
+        return "its ids are booleans: give them as integers, row.astype(int)"
     if tokens.ndim == 1 and tokens.dtype.kind == "f" and bool((tokens == np.floor(tokens)).all()):
         return "its ids are floats: give them as integers"
     return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"

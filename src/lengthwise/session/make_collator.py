@@ -53,6 +53,7 @@ def make_collator(
         longest=sequences.computed_lengths.max_length // options.slot_tokens,
         compared_lengths=lengths_of_corpus(sequences, options.slot_tokens) if has_lengths_of_corpus else (),
         units=_units(sequences, are_split=splits_units(options)),
+        item_numbers=sequences.item_numbers,
     )
     if not options.share_prefixes:
         return collator

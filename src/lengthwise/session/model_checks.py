@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.batch import EVERY_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError, Setting
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.compile.graphs import check_compiler
@@ -195,6 +196,17 @@ def _way_out(model: nn.Module, error: Exception, options: PrepareOptions) -> str
         return "change that line, set another device=, or give the model in another dtype, such as model.float()"
     missing = [words for name, words in _SAYS.items() if getattr(options, name) is None]
     return f"say {', and '.join(missing)}" if missing else "change that line, or what inputs= and loss= make"
+
+
+def check_padding(options: PrepareOptions, objective: str, sequences: RunSequences) -> None:
+    """Raise ``InputError`` if the policy pads sequences, and the model has a loss at every slot, of padding too."""
+    if options.policy == "padded" and objective == EVERY_TOKEN and sequences.labels is None:
+        raise InputError(
+            f"policy='padded' pads the sequences of a micro-batch to one length, and with objective='{EVERY_TOKEN}' "
+            "and no labels each slot has a loss, so padding would be learned from as well; plan without padding: "
+            "policy='static' has micro-batches of one size too, 'packed' and 'auto' lay sequences end to end; or give "
+            f"items labels, {options.ignore_index} for tokens without a loss"
+        )
 
 
 def check_takes(model: nn.Module, sequences: RunSequences) -> None:

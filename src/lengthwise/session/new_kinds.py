@@ -94,5 +94,10 @@ class NewKinds:
             {name: np.asarray(columns[name]) for name in of_loss if name in names},
         )
         passed = {name: columns[name] for name in names if name not in (TOKENS, LABELS, *loss)}
-        signs = {_SIGN + n: np.sign(v).astype(np.int64) for n, v in loss.items() if v.shape == tokens.shape}
+        signs = {_SIGN + n: _signs(v) for n, v in loss.items() if v.shape == tokens.shape}
         self._slots.add(tokens, columns[LABELS] if LABELS in names else None, {**passed, **signs}, loss)
+
+
+def _signs(values: np.ndarray) -> np.ndarray:
+    """1, 0 or -1 for each value; numbers without a sign, and booleans, have none below 0."""
+    return (values > 0).astype(np.int64) - (values < 0)

@@ -219,7 +219,7 @@ def make_planner(
         token_limit=plan.max_tokens,
         spare=spare,
     )
-    problem.check_fits(lengths.lengths)
+    problem.check_fits(lengths.lengths, lengths.numbers)
     problem = replace(
         problem,
         batch_size=plan.batch_size,

@@ -75,7 +75,7 @@ def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
     kind = problem.leanest
     if lengths.max_length <= kind.max_tokens:
         return
-    where = int(np.argmax(lengths.lengths))
+    where = lengths.number_of(int(np.argmax(lengths.lengths)))
     more = (
         f", more or larger devices, or allow more schemes with {Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, "
         f"{Setting.METHOD} and {Setting.RECOMPUTE}=auto"

@@ -56,7 +56,7 @@ from lengthwise.session.coupled_units import (
 )
 from lengthwise.session.dataset_items import DatasetItems, warn_of_columns
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_other_mean
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_numbers, warn_of_other_mean
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
@@ -66,6 +66,7 @@ from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
     check_options,
+    check_padding,
     check_takes,
     forward_errors_named,
 )
@@ -282,6 +283,7 @@ def _compare(prepared: PreparedModel, chosen: PrepareOptions, lengths: LengthInd
     """Compare packs, compiled layers and shared prefixes with the stock model."""
     check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
     warn_of_unread_labels(prepared, chosen)
+    warn_of_numbers(prepared)
     check_compiled(prepared)
     if chosen.share_prefixes:
         check_shared_prefixes(prepared)
@@ -316,6 +318,7 @@ def _read(
         warn_of_columns(sequences.store.columns)
     chosen = with_metric_of(chosen, sequences.view)
     check_takes(model, sequences)
+    check_padding(chosen, expected.objective, sequences)
     is_default = expected.objective == NEXT_TOKEN and chosen.objective is None and chosen.inputs is None
     if is_default and isinstance(sequences.store, DatasetItems) and not is_hugging_face(base_model(model)):
         check_labels_of_next(type(model).__name__, sequences.store.label_counts, warns=world.is_first)

@@ -156,7 +156,7 @@ def make_planner(
         samples=lengths_of(typical),
         token_limit=options.max_tokens,
     )
-    problem.check_fits(lengths.lengths)
+    problem.check_fits(lengths.lengths, lengths.numbers)
     problem = replace(problem, is_waited_for=True)
     return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))
 

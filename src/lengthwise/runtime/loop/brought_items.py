@@ -198,6 +198,7 @@ class ItemExchange:
             passed={name: partial(brought.column, name) for name in before.passed},
             loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
             units=before.units and units,
+            item_numbers=units.unit_of(range(len(units.lengths))) if brought.has_units else None,
         )
         return collator if before.shared is None else with_shared_prefixes(collator)
 

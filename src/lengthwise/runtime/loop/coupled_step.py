@@ -125,7 +125,7 @@ class CoupledStep(Step):
 
     def _keep(self, micro_batch: MicroBatch, values: Tensor, side: Tensor | None) -> None:
         """Keep the values of a micro-batch, and with them the graph if it has room."""
-        shard, numbers = micro_batch.shard, micro_batch.sequence_ids
+        shard, numbers = micro_batch.shard, micro_batch.numbers
         shard.forget_losses()
         form = self._said[0].values if self._said else None
         checked = check_values(values, len(numbers), form=form)
@@ -198,7 +198,7 @@ class CoupledStep(Step):
     def _weigh(self, micro_batch: MicroBatch, values: Tensor, side: Tensor | None) -> Callable[[], None]:
         """Make the backward that begins with the derivatives of the loss by the values of a micro-batch."""
         assert self._coupled is not None
-        numbers = micro_batch.sequence_ids
+        numbers = micro_batch.numbers
         slopes = self._coupled.of(numbers).to(values.device)
         value = (check_values(values, len(numbers), form=slopes) * slopes).sum()
         check_form(value, len(micro_batch.shard.passes), "sum of the values")

@@ -182,10 +182,10 @@ class ItemScores:
         array = _as_array(values)
         if self._per == "sequence":
             if shard.group.rank == 0:
-                for sequence, value in zip(micro_batch.sequence_ids, array):
+                for sequence, value in zip(micro_batch.numbers, array):
                     self._parcel(sequence)["value"] = value
             return
-        for sequence, places, positions in micro_batch.own_slots():
+        for sequence, (_, places, positions) in zip(micro_batch.numbers, micro_batch.own_slots()):
             if len(places):
                 self._parcel(sequence)[f"positions{shard.group.rank}"] = positions
                 self._parcel(sequence)[f"values{shard.group.rank}"] = array[places]

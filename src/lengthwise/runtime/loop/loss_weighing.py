@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.other_means import with_other_mean
 from lengthwise.runtime.wrap.gradient_changes import graph_of
 from lengthwise.runtime.wrap.loss_backward import LossTerm
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
@@ -64,6 +65,7 @@ class Weighing:
         if count != micro_batch.num_targets and micro_batch.handed_out.has_other_targets:
             self.uses |= Uses.CHANGED
         self.num_targets += count
+        loss = with_other_mean(loss, micro_batch, mean_over)
         if mean_over in (None, "targets"):
             if count:
                 terms.append(LossTerm(value=loss, weight=count / totals.targets))

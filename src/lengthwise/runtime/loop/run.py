@@ -173,6 +173,7 @@ class Run(WatchedModel):
         Each rank gives items of its own, as those of the corpus are: any number, none too (or None). All of them
         together are one global batch. An item is sent to the ranks that compute it. If ``update()`` returns None, for a
         rank ran out of memory, call this again with the same items; :meth:`steps` does so by itself.
+        ``micro_batch.sequence_ids`` number the items of all ranks, rank 0's first, then rank 1's, each in their order.
 
         Raises:
             InputError: an item cannot be used, is longer than ``step_max_length``, or no rank has one.

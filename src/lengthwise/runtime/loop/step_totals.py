@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
@@ -58,6 +59,6 @@ def column_totals(own: Sequence[LoopMicroBatch], run: RunState) -> ColumnTotals:
     packs = [micro_batch.planned.pack for micro_batch in _counted(own, run.world.rank)]
     for number, values_of in enumerate(columns.values()):
         for values in (values_of(sequence) for pack in packs for sequence in run.collator.members(pack)):
-            sums[number] += torch.tensor([values.sum(), values[0].sum()], dtype=torch.float64)
+            sums[number] += torch.tensor([part.sum(dtype=np.float64) for part in (values, values[0])])
     by_column = sum_over_ranks(sums.to(run.world.device)).tolist()
     return ColumnTotals({name: (total, of_sequences) for name, (total, of_sequences) in zip(columns, by_column)})

@@ -24,11 +24,11 @@ def result_of(run: RunState, plan: StepPlan, weighing: Weighing, reports: RankRe
     loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
     has_loss = num_targets > 0 or any(Uses.UNITS in Uses(uses) for uses in reports.column(12))
     if not run.ledger.may_go_on(has_loss=has_loss):
-        raise LengthwiseError(without_loss(plan))
+        raise LengthwiseError(without_loss(plan, run.collator))
     if not has_loss:
         run.skipped.append(plan.step)
         if run.world.is_first:
-            _log.warning("%s", without_loss(plan, is_skipped=True))
+            _log.warning("%s", without_loss(plan, run.collator, is_skipped=True))
         return StepResult(loss=nan, grad_norm=0.0, lr=lr, is_skipped=True)
     # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
     try:

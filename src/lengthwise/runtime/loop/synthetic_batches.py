@@ -20,6 +20,8 @@ from lengthwise.runtime.wrap.corpus_window import LONGEST
 
 LENGTHS = (11, 7)
 """Slots of the two sequences that a model is traced with; sizes that models rarely have otherwise."""
+MOST_ITEMS = 1 << 16
+"""Sequences whose items lend their numbers to those that a model is compared on."""
 FEWEST = 3
 """Slots of the first one, at least: both then have a target of next tokens, and the two are told apart."""
 
@@ -99,6 +101,15 @@ def has_kinds_of_ids(collator: PackCollator) -> bool:
     return are_ids and any(len(np.unique(values)) > 1 for values in kinds)
 
 
+def has_kinds(collator: PackCollator) -> bool:
+    """Whether slots of the corpus that differ are token ids, or such with integers for a loss, and not all the same."""
+    kinds = [values for name, values in collator.kinds.items() if name not in collator.loss_columns]
+    of_loss = [values for name, values in collator.kinds.items() if name in collator.loss_columns]
+    are_ids = bool(kinds) and all(values.ndim == 1 and values.dtype.kind in "iu" for values in kinds)
+    are_integers = [values for values in of_loss if values.dtype.kind in "biu"]
+    return are_ids and any(len(np.unique(values, axis=0)) > 1 for values in [*kinds, *are_integers])
+
+
 class ReorderedSlots:
     """A source whose sequences have all different slots of the corpus in turn, then again in reverse order."""
 
@@ -155,11 +166,16 @@ def _first_alone(labels_of: Callable[[int], np.ndarray], ignored: int, sequence:
 
 @contextmanager
 def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
-    """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes."""
+    """Within, the run's collator has other sequences and columns, of no special tokens and no shared prefixes.
+
+    Each has the number of an item of its own, also where items are split or units.
+    """
     before = run.collator
     if run.wrapped_model.labels_sequences:
         changes["labels"] = partial(_first_alone, changes["labels"], before.ignore_index)
-    run.collator = replace(before, **changes, special=None, shared=None)
+    items = before.item_numbers
+    items = None if items is None else np.unique(items[:MOST_ITEMS])
+    run.collator = replace(before, **changes, special=None, shared=None, item_numbers=items)
     try:
         yield
     finally:

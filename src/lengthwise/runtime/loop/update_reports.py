@@ -12,6 +12,7 @@ from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_
 from lengthwise.runtime.loop.loop_ledger import MOST_WITHOUT_LOSS, num_planned
 from lengthwise.runtime.loop.loss_weighing import Weighing
 from lengthwise.runtime.loop.planned_pipelines import LoopMicroBatch
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 
 NUM_DIGESTS = 4
@@ -111,11 +112,12 @@ def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
     return f"step {plan.step}: {failure.text} in a micro-batch of {pack.num_tokens:,} tokens"
 
 
-def without_loss(plan: StepPlan, *, is_skipped: bool = False) -> str:
-    """Say which sequences of a step have no loss between them, and that it is skipped or what helps."""
+def without_loss(plan: StepPlan, collator: PackCollator, *, is_skipped: bool = False) -> str:
+    """Say which items of a step have no loss between them, and that it is skipped or what helps."""
     packs = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
     ids = sorted({sequence for pack in packs for sequence in pack.ids})
-    listed = ", ".join(map(str, ids[:MOST_NAMED])) + (", ..." if len(ids) > MOST_NAMED else "")
+    items = sorted({item for pack in packs for item in collator.items(collator.members(collator.computed(pack)))})
+    listed = ", ".join(map(str, items[:MOST_NAMED])) + (", ..." if len(items) > MOST_NAMED else "")
     said = f"step {plan.step}: no token of its {len(ids):,} sequences ({listed}) has a loss, for all labels are ignored"
     if is_skipped:
         return f"{said}; it is skipped: weights and optimizer stay as they are"

@@ -118,9 +118,8 @@ def read_with_workers(
         return None, collator
     special = {} if collator.special is None else {_SPECIAL: collator.special}
     columns = {**collator.passed, **collator.loss_columns, **special}
-    named = {} if collator.units is None else {"name": collator.units.name}
     readers = ItemReaders(
-        collator.source, collator.labels, num_workers=num_workers, columns=columns, epoch=epoch, **named
+        collator.source, collator.labels, num_workers=num_workers, columns=columns, name=collator.name, epoch=epoch
     )
     return readers, replace(
         collator,

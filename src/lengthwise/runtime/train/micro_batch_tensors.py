@@ -1,5 +1,6 @@
 """Make the tensors of one forward from a pack of sequence ids."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -79,19 +80,24 @@ def masking_of(spec: ModelSpec, *, seed: int) -> TokenMasking | None:
 
 
 def feed(
-    source: TokenSource, pack: Pack, device: torch.device = CPU, *, masking: TokenMasking | None = None
+    source: TokenSource,
+    pack: Pack,
+    device: torch.device = CPU,
+    *,
+    masking: TokenMasking | None = None,
+    name: Callable[[int], str] = "sequence {}".format,
 ) -> MicroBatchTensors:
     """Lay the sequences of ``pack`` end to end, each padded to its computed length with token 0.
 
     With ``masking``, targets are the hidden tokens instead of the next ones. Such models look both ways, so that each
-    sequence's padding is a sequence of its own there.
+    sequence's padding is a sequence of its own there. ``name``: what an error calls a sequence.
 
     Raises:
         LengthwiseError: a sequence could not be read, or has another length than planned.
     """
     tokens = np.zeros(pack.num_tokens, dtype=np.int64)
     for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
-        tokens[start : start + length] = _read(source, sequence, length)
+        tokens[start : start + length] = _read(source, sequence, length, name)
     tokens_T = torch.from_numpy(tokens)
     if masking is None:
         cu_seqlens, targets_T = pack.cu_seqlens, next_token_targets(tokens_T, pack)
@@ -113,19 +119,19 @@ def _predicts(source: LossMaskSource, pack: Pack) -> Tensor:
     return predicts_T
 
 
-def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
+def _read(source: TokenSource, sequence: int, length: int, name: Callable[[int], str]) -> np.ndarray:
     try:
         tokens = source.tokens(sequence)
     except LengthwiseError as error:
-        raise SourceError(f"sequence {sequence} ({length:,} tokens) could not be read: {error}") from None
+        raise SourceError(f"{name(sequence)} ({length:,} tokens) could not be read: {error}") from None
     except Exception as error:
         raise SourceError(
-            f"sequence {sequence} ({length:,} tokens) could not be read: {type(error).__name__}: {error}; mend its "
+            f"{name(sequence)} ({length:,} tokens) could not be read: {type(error).__name__}: {error}; mend its "
             "source before going on"
         ) from error
     if len(tokens) != length:
         raise SourceError(
-            f"sequence {sequence} has {len(tokens):,} tokens, its plan says {length:,}; the data has changed since it "
+            f"{name(sequence)} has {len(tokens):,} tokens, its plan says {length:,}; the data has changed since it "
             "was indexed: index it again"
         )
     return tokens

@@ -10,7 +10,7 @@ from torch import nn
 from lengthwise.core.head_split import shared_by
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import LENGTHS, has_kinds_of_ids, traced_lengths
+from lengthwise.runtime.loop.synthetic_batches import LENGTHS, has_kinds, traced_lengths
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 
@@ -137,7 +137,7 @@ def slots_with_gradients(run: PreparedModel, longest: int) -> int:
 def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple[int, ...]:
     """Lengths of ragged sequences that hold all kinds of slots of the corpus, as far as they can be computed."""
     num_kinds = len(run.collator.kinds.get("tokens", ()))
-    if run.wrapped_model.by_sequence is not None or num_kinds < 2 or not has_kinds_of_ids(run.collator):
+    if run.wrapped_model.by_sequence is not None or num_kinds < 2 or not has_kinds(run.collator):
         return ()
     lengths, short = [], short_lengths(run.collator)
     left, limit = max(2 * sum(short), min(2 * num_kinds, max_slots)), max(longest, *short)

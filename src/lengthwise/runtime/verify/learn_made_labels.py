@@ -1,6 +1,6 @@
 """Find out from calls of a model which of the labels that a user's ``inputs=`` makes have a loss, and what it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -92,7 +92,8 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     if first is None or last is None:
         return None
     if size == 1:  # a class of the sequence
-        is_class = first and call.micro_batch.shard.num_slots > 1 and not _is_condition(run, name, call, labels)
+        others = (labels, *changed_labels(labels, 0))
+        is_class = first and call.micro_batch.shard.num_slots > 1 and not _is_condition(run, name, call, others)
         return (
             MadeLabels(name=name, ignored=ignored, drops_first=False, drops_last=False, is_mean=True)
             if is_class
@@ -134,10 +135,35 @@ def _has_effect(loss_of: LossOf, labels: Tensor, everything: float, place: int) 
     return False
 
 
-def _is_condition(run: PreparedModel, name: str, call: _Call, labels: Tensor) -> bool:
+def numbers_in_loss(run: PreparedModel) -> list[str]:
+    """Arguments of one number or row for a sequence that its loss depends on, and no layer does.
+
+    ``inputs=`` makes them; such are the targets of regression. Every rank calls this.
+    """
+    if run.wrapped_model.make_inputs is None or run.wrapped_model.has_own_loss:
+        return []
+    lengths = traced_lengths(run.collator)
+    with synthetic(run, lengths):
+        call = _made(run, lengths, 0)
+        return [] if call is None else [name for name in call.inputs if _is_number_in_loss(run, name, call)]
+
+
+def _is_number_in_loss(run: PreparedModel, name: str, call: _Call) -> bool:
+    value = call.inputs[name]
+    if not isinstance(value, Tensor) or value.dim() not in (1, 2) or len(value) != 1 or not value.numel():
+        return False
+    if call.micro_batch.shard.num_slots in value.shape:
+        return False
+    others = [value + 1.0] if value.is_floating_point() else [*changed_labels(value, 0)] if is_labels(value) else []
+    losses = [_loss(run, name, call, other) for other in (value, *others)]
+    numbers = {loss for loss in losses if loss is not None and loss == loss}
+    return len(numbers) > 1 and not _is_condition(run, name, call, (value, *others))
+
+
+def _is_condition(run: PreparedModel, name: str, call: _Call, different: Sequence[Tensor]) -> bool:
     """Whether one number of a sequence changes what its layers compute, so that it is no label of it."""
     last, seen = run.wrapped_model.structure.layers[-1], list[list[Tensor]]()
-    for values in (labels, *changed_labels(labels, 0)):
+    for values in different:
         seen.append([])
         handle = last.register_forward_hook(lambda layer, args, output: seen[-1].extend(_tensors(output)))
         try:

@@ -40,9 +40,17 @@ def check_not_bent(loss: Tensor, *, model: str, micro_batch: MicroBatch) -> None
         )
 
 
-def _bends(loss: Tensor, outputs: Set[Any]) -> list[str]:
-    """The last operations with kinks that take and give single numbers made of a forward's ``outputs``, by name."""
-    bends, waiting, seen = list[str](), [loss.grad_fn], set[Any]()
+def bends_after(loss: Tensor, node: Any) -> list[str]:
+    """The operations with kinks, by name, between a number that ``node`` made and a loss that is made of it."""
+    return _bends(loss, {node}, seen={node})
+
+
+def _bends(loss: Tensor, outputs: Set[Any], seen: set[Any] | None = None) -> list[str]:
+    """The last operations with kinks that take and give single numbers made of a forward's ``outputs``, by name.
+
+    ``seen``: operations before which none is looked for.
+    """
+    bends, waiting, seen = list[str](), [loss.grad_fn], set[Any]() if seen is None else seen
     while waiting:
         node = waiting.pop()
         if node is None or node in seen or not _is_number(node):

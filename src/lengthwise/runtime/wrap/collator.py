@@ -63,6 +63,9 @@ class PackCollator:
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
 
+    item_numbers: np.ndarray | None = None
+    """[S] the item of each single sequence, in what the user gave; None: its own number."""
+
     shared: SharedPrefixes | None = None
     """Lays units out as one sequence each, with what their sequences share once; ``source``, ``labels`` and ``passed``
     are by unit then, ``loss_columns`` by sequence as ever."""
@@ -76,6 +79,38 @@ class PackCollator:
     def members(self, pack: Pack) -> list[int]:
         """The numbers of the single sequences of a pack that is computed."""
         return list(pack.ids) if self.shared is None else self.shared.ids(pack.ids)
+
+    def items(self, sequences: Sequence[int]) -> list[int]:
+        """The item of each of some single sequences, in what the user gave.
+
+        Sequences beyond those of the corpus, on which a model is compared, have numbers that no item has.
+        """
+        numbers = self.item_numbers
+        if numbers is None:
+            return list(sequences)
+        beyond = 1 + int(numbers.max()) - len(numbers) if max(sequences, default=0) >= len(numbers) else 0
+        return [int(numbers[n]) if n < len(numbers) else n + beyond for n in sequences]
+
+    def name(self, sequence: int) -> str:
+        """The name of a single sequence in error messages, by its item."""
+        item = self.items([sequence])[0]
+        if self.units is None:
+            return f"item {item}"
+        return self.units.name(sequence, None if self.item_numbers is None else item)
+
+    def loss_column(self, name: str, pack: Pack) -> list[np.ndarray]:
+        """The values of one of :attr:`loss_columns` for each of :meth:`members`.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        columns = self.loss_columns
+        if name not in columns:
+            raise InputError(
+                f"no column {name!r} of the items is kept for the loss; kept are: {', '.join(columns) or 'none'}. Name "
+                f"it in prepare(..., loss_columns=({name!r},))"
+            )
+        return [np.asarray(columns[name](sequence)) for sequence in self.members(pack)]
 
     def lengths(self, pack: Pack) -> tuple[int, ...]:
         """The tokens of each of :meth:`members`, whatever they share."""
@@ -147,8 +182,8 @@ def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:
         pack = replace(pack, padded_to=degree * slots, rows=0)
     if collator.has_all_targets and pack.num_tokens > sum(pack.lengths):
         raise InputError(
-            f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
-            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
-            "slot; plan a lower degree for them, or no padding"
+            f"items {', '.join(map(str, collator.items(collator.members(pack)[:5])))} of {sum(pack.lengths) // slots} "
+            f"slots would be padded to {pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} "
+            "has a loss for every slot; plan a lower degree for them (max_degree=), or by a policy without padding"
         )
     return pack

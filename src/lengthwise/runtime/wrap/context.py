@@ -35,6 +35,7 @@ from lengthwise.runtime.state.update_overlap import WatchedBackward
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.offload_layers import LayerOffload
+from lengthwise.runtime.wrap.sequence_means import SequenceMean
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 CALLS = 1 << 40
@@ -93,6 +94,10 @@ class ForwardPass:
     the micro-batch's."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
     """The outputs at which a backward without a loss begins, and zeros of their shapes."""
+    is_mean_of_pack: bool = False
+    """Whether its loss was compared before the run, as the mean over the targets of a pack."""
+    sequence_means: list[SequenceMean] = field(default_factory=list)
+    """The means of numbers that it returned for each sequence, where they are computed one by one."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -314,6 +319,7 @@ class PackShard:
         """Let go of the losses of forwards, which were compared with what the loop handed over."""
         for forward in self.passes:
             forward.noted = None
+            forward.sequence_means.clear()
 
     def note_out_of_memory(self, error: Exception) -> None:
         """Record that this rank ran out of memory, of its device or of its host."""

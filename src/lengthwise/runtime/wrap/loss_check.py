@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
+from lengthwise.runtime.wrap.gradient_changes import graph_of
 from lengthwise.runtime.wrap.loss_places import LossPlace, place_of, tells_apart
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
@@ -50,6 +51,7 @@ class NotedLoss:
         """``loss``: that the forward returned; ``output``: that one is to be made of, if it was kept."""
         self._loss = None if loss is None else ref(loss)
         self._version = _version_of(loss)
+        self._made_by = None if loss is None or isinstance(loss, DeferredLoss) else loss.grad_fn
         # A copy: a loop may change the loss in place.
         self._value = loss if loss is None or isinstance(loss, DeferredLoss) else loss.detach().clone()
         self.output = output
@@ -70,6 +72,10 @@ class NotedLoss:
         if isinstance(returned, DeferredLoss):
             return returned.is_made_of(loss)
         return returned is loss and _version_of(loss) == self._version
+
+    def is_in(self, loss: Tensor) -> bool:
+        """Whether a loss is the one that the forward returned, or was made of it."""
+        return self.is_loss(loss) or (self._made_by is not None and self._made_by in graph_of(loss))
 
 
 class LossCheck:
@@ -228,12 +234,19 @@ def _check_labels(wrapped_model: Any, micro_batch: Any) -> None:
 
 
 def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) -> None:
-    """Raise ``CheckError`` if a loss is a mean over another number of targets than it is weighted by."""
-    if mean_over not in (None, "targets"):
-        return
+    """Raise ``CheckError`` if a loss is a mean over something else, or over other targets, than it is weighted by."""
     passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
+    if mean_over not in (None, "targets"):
+        is_mean = any(forward.is_mean_of_pack and forward.num_made_targets is None for forward in passes)
+        is_of_tokens = micro_batch.has_all_targets or micro_batch.shard.tree is not None
+        if is_mean and (
+            (mean_over == "units" and micro_batch.shard.part is None) or (mean_over == "tokens" and not is_of_tokens)
+        ):
+            _check_no_mean_over_targets(loss, passes, mean_over)
+        return
     made_by = next((forward for forward in passes if forward.noted.is_loss(loss)), None)
-    number = None if made_by is None else made_by.num_other_targets
+    others = [forward for forward in passes if forward.num_other_targets is not None]
+    number = next((forward.num_other_targets for forward in others if forward.noted.is_in(loss)), None)
     if number is not None:
         has = f"{micro_batch.num_targets:,}"
         has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
@@ -250,6 +263,17 @@ def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) ->
             "step of a loss that the loop makes is not known; change copies where the loss has the targets of the "
             "micro-batch, and for other targets make it by micro_batch.sum(values), divided by a number of the whole "
             "step, and give it as step.backward(loss, mean_over='step')"
+        )
+
+
+def _check_no_mean_over_targets(loss: Tensor, passes: Sequence[Any], mean_over: MeanOver) -> None:
+    """Raise ``CheckError`` if a loss that is to be a mean over tokens or units is made of one over targets of packs."""
+    if any(forward.noted.is_in(loss) for forward in passes):
+        raise CheckError(
+            f"the loss with mean_over={mean_over!r} is made of the loss that the forward returned, which is the mean "
+            "over the targets of a micro-batch, as it was compared before the run, whichever sequences that has. "
+            "Make the loss of the outputs by token: of units by micro_batch.per_sequence(values), or give "
+            "step.backward(micro_batch.mean(values, over='sequences'), mean_over='step')"
         )
 
 

@@ -112,6 +112,7 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
     if over == "units":
         return _share_of_units(micro_batch, values)
     _check_by_slot(shard, values, f"a mean over {over}")
+    values = values if values.is_floating_point() else values.to(torch.get_default_dtype())
     is_real = shard.sequences.to(values.device) >= 0
     if over == "targets":
         if micro_batch.handed_out.has_other_targets:
@@ -146,6 +147,7 @@ def share_of_sum(micro_batch: StepShare, values: Tensor, over: Literal["tokens",
     if over != "tokens":
         raise InputError(f"a sum is over 'tokens' or 'units', not over {over!r}")
     _check_by_slot(micro_batch.shard, values, "a sum over tokens")
+    values = values if values.is_floating_point() else values.long()
     counts = micro_batch.shard.num_members.to(values).reshape(values.shape)
     return torch.where(counts > 0, values * counts, values.new_zeros(())).sum()
 

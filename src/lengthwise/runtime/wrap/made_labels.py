@@ -76,14 +76,14 @@ def is_labels(value: Any) -> TypeGuard[Tensor]:
 def targets_of_loss(micro_batch: Any, loss: Tensor | None = None, *, is_checked: bool = True) -> int:
     """The number of this rank's targets that a loss is the mean of: the micro-batch's, or of made or changed labels.
 
-    ``loss``: whose forward is meant; None: any. ``is_checked``: whether it is the loss that was checked before the run,
-    and not one that its user says to be a mean over the micro-batch's targets.
+    ``loss``: what a forward returned, or what was made of it; None: of any. ``is_checked``: whether it is the loss that
+    was checked before the run, and not one that its user says to be a mean over the micro-batch's targets.
     """
     made = [forward for forward in micro_batch.shard.passes if forward.num_made_targets is not None]
     if not made:
         return int(micro_batch.num_targets)
     for forward in micro_batch.shard.passes:
-        if loss is not None and forward.noted is not None and forward.noted.is_loss(loss):
+        if loss is not None and forward.noted is not None and forward.noted.is_in(loss):
             count = forward.num_made_targets
             return int(micro_batch.num_targets if count is None else count)
     return int(made[-1].num_made_targets if is_checked else micro_batch.num_targets)

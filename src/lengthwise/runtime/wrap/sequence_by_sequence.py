@@ -23,6 +23,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from lengthwise.runtime.wrap.counter_rng import mix_word
 from lengthwise.runtime.wrap.made_labels import MadeLabels
+from lengthwise.runtime.wrap.sequence_means import SequenceMean, mean_of
 from lengthwise.runtime.wrap.unusable import Unusable
 
 Shapes = dict[str, tuple[int, ...]]
@@ -102,7 +103,10 @@ class SequenceBySequence:
         if len(outputs) == 1 and shard.num_slots == spans[0][1] - spans[0][0]:
             self._seen = [*self._seen[-1:], (_shapes(arguments), _shapes(_leaves(outputs[0])))]
             return outputs[0]
-        return self._combined(outputs, spans, counts, shard.num_slots)
+        combined, means = self._combined(outputs, spans, counts, shard.num_slots)
+        if shard.passes:
+            shard.passes[-1].sequence_means += means
+        return combined
 
     def _made(self, shard: PackShard, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         """For each of several sequences, what ``make`` makes for it alone of the ``arguments`` that it made for all.
@@ -169,44 +173,43 @@ class SequenceBySequence:
             cut.append(leaf)
         return pytree.tree_unflatten(cut, form)
 
-    def _combined(self, outputs: list[Any], spans: list[tuple[int, int]], counts: list[int], num_slots: int) -> Any:
+    def _combined(
+        self, outputs: list[Any], spans: list[tuple[int, int]], counts: list[int], num_slots: int
+    ) -> tuple[Any, list[SequenceMean]]:
+        """The outputs of all sequences as one, and the means among them."""
         flat = [pytree.tree_flatten_with_path(output) for output in outputs]
         if any(form != flat[0][1] for _, form in flat):
             raise InputError(f"{self._name} returns outputs of different forms for sequences of different lengths")
-        combined = []
+        combined, means = [], list[SequenceMean]()
         for number, (path, first) in enumerate(flat[0][0]):
             values, name = [leaves[number][1] for leaves, _ in flat], pytree.keystr(path)
             if all(isinstance(value, Tensor) for value in values):
-                combined.append(self._combined_tensors(name, values, spans, counts, num_slots))
+                value, mean = self._combined_tensors(name, values, spans, counts, num_slots)
+                combined.append(value)
+                means += [] if mean is None else [mean]
             elif all(type(value) is type(first) and value == first for value in values[1:]):
                 combined.append(first)
             else:
                 combined.append(not_combined(f"output{name} of {self._name}", has_loss=self._has_loss))
-        return pytree.tree_unflatten(combined, flat[0][1])
+        return pytree.tree_unflatten(combined, flat[0][1]), means
 
     def _combined_tensors(
         self, name: str, values: list[Tensor], spans: list[tuple[int, int]], counts: list[int], num_slots: int
-    ) -> Any:
+    ) -> tuple[Any, SequenceMean | None]:
+        """One output of all sequences, and the record of it where it is a mean."""
         lengths = [end - start for start, end in spans]
         axis = self._output_axes.get(name, _axis_of(values[0], lengths[0]))
         if axis is not None and all(
             value.dim() > axis and value.shape[axis] == length for value, length in zip(values, lengths)
         ):
-            return _end_to_end(values, spans, axis, num_slots)
+            return _end_to_end(values, spans, axis, num_slots), None
         if values[0].dim() == 0 and values[0].is_floating_point():
-            return _weighted_mean(values, counts)
+            return mean_of(values, counts)
         if len(values) == 1:
-            return values[0]
+            return values[0], None
         if self._labels_sequences and all(value.shape == (1, *values[0].shape[1:]) for value in values):
-            return torch.cat(values)
-        return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss)
-
-
-def _weighted_mean(values: list[Tensor], counts: list[int]) -> Tensor:
-    """The mean of losses weighted by their targets; if there is no target at all, the first loss."""
-    total = sum(counts)
-    terms = [value * (count / total) for value, count in zip(values, counts) if count]
-    return torch.stack(terms).sum() if terms else values[0]
+            return torch.cat(values), None
+        return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss), None
 
 
 def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: int, num_slots: int) -> Tensor:

@@ -76,10 +76,10 @@ class Units:
         are_known = of_each.max(initial=0) < len(self.offsets) - 1
         return np.cumsum(is_next), are_known and list(sequences) == self.ids(firsts.tolist())
 
-    def name(self, sequence: int) -> str:
-        """The name of a sequence in error messages."""
+    def name(self, sequence: int, item: int | None = None) -> str:
+        """The name of a sequence in error messages; ``item``: the number of its unit, where it has another."""
         unit = int(self.unit_of([sequence])[0])
-        return f"member {sequence - int(self.offsets[unit])} of item {unit}"
+        return f"member {sequence - int(self.offsets[unit])} of item {unit if item is None else item}"
 
     def members(self, pack: Pack) -> Pack:
         """The pack of the members of a pack of units, which computes as many tokens: its padding is at the end."""

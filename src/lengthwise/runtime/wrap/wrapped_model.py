@@ -337,6 +337,7 @@ class WrappedModel:
         forward = shards.ForwardPass(
             script=script, begun=shard.num_exchanges, num_other_targets=call.num_targets,
             num_made_targets=call.num_made_targets,
+            is_mean_of_pack=self.by_sequence is None and self.is_mean is not None,
         )  # fmt: skip
         shard.passes.append(forward)
         shard.around_second_forward = self.checkpointing.left_out

@@ -1,0 +1,81 @@
+"""A loss of one number or class of each sequence has the weights of ``mean_over=``, whatever the plan is."""
+
+import logging
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError, InputError
+from tests.session.numbers_of_sequences import LOSSES, inputs, items, model, trained
+from tests.session.structure_runs import OPTIONS, rows
+from tests.session.structures import Plain
+
+EXACT = 1e-10
+CASES = [
+    (kind, mean_over, made)
+    for kind in ("number", "class")
+    for mean_over in (None, "targets", "tokens", "units")
+    for made in LOSSES
+    if mean_over is not None or made == "as it is"
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_mean_is_that_of_a_plain_loop(ranks, num_ranks):
+    for outcomes in ranks(num_ranks).run(trained, CASES):
+        assert {case: off for case, off in outcomes.items() if isinstance(off, str) or off > EXACT} == {}
+
+
+def prepared(kind, **options):
+    pooled = model()
+    return pooled, lw.prepare(
+        pooled, items(kind), inputs=inputs, loss_columns=("value",), steps=1, **OPTIONS, **options
+    )
+
+
+def test_another_function_of_a_mean_over_sequences_is_refused():
+    for function in (torch.exp, lambda loss: (loss - 0.1).abs()):
+        pooled, run = prepared("number")
+        with pytest.raises(InputError, match="take that function of the loss of each sequence, in the forward"):
+            for step in run.steps():
+                for micro_batch in step:
+                    step.backward(function(pooled(**micro_batch.inputs)), mean_over="units")
+        run.close()
+
+
+def test_regression_is_told_of_its_weights_and_a_class_or_a_condition_is_not(caplog):
+    said = r"the loss of Pooled depends on labels, of which a sequence has one .* mean_over='units'"
+    with caplog.at_level(logging.WARNING):
+        prepared("class")[1].close()
+        assert not [record for record in caplog.records if "depends on" in record.getMessage()]
+        prepared("number")[1].close()
+    assert any(re.search(said, record.getMessage()) for record in caplog.records)
+
+
+@pytest.mark.parametrize("mean_over", ["units", "tokens"])
+def test_a_mean_over_the_targets_of_a_pack_is_none_over_units_or_tokens(mean_over):
+    for made in (lambda loss: loss, lambda loss: 2 * loss):
+        torch.manual_seed(0)
+        plain = Plain().double()
+        run = lw.prepare(plain, rows(), steps=1, **OPTIONS)
+        assert run.wrapped_model.by_sequence is None
+        with pytest.raises(CheckError, match=rf"mean_over='{mean_over}' is made of the loss that the forward returned"):
+            for step in run.steps():
+                for micro_batch in step:
+                    step.backward(made(plain(**micro_batch.inputs)[1]), mean_over=mean_over)
+        run.close()
+
+
+def test_a_loss_of_units_made_of_logits_is_taken_in_packs():
+    torch.manual_seed(0)
+    plain = Plain().double()
+    run = lw.prepare(plain, rows(), steps=1, **OPTIONS)
+    for step in run.steps():
+        for micro_batch in step:
+            losses = F.cross_entropy(plain(**micro_batch.inputs)[0][0], micro_batch.labels, reduction="none")
+            step.backward(micro_batch.per_sequence(losses).mean(), mean_over="units")
+        step.update()
+    run.close()
