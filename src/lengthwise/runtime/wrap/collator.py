@@ -59,9 +59,14 @@ class PackCollator:
     compared_lengths: tuple[int, ...] = ()
     """Slots of three sequences, as the corpus has them, that a model is compared on which fails with other lengths;
     nothing: the usual ones."""
+    slots_of_corpus: np.ndarray | None = None
+    """[S] slots of each sequence of the corpus, if a model is compared on whole ones; None: on parts of them."""
 
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
+
+    item_numbers: np.ndarray | None = None
+    """[S] the item of each single sequence, in what the user gave; None: its own number."""
 
     shared: SharedPrefixes | None = None
     """Lays units out as one sequence each, with what their sequences share once; ``source``, ``labels`` and ``passed``
@@ -76,6 +81,31 @@ class PackCollator:
     def members(self, pack: Pack) -> list[int]:
         """The numbers of the single sequences of a pack that is computed."""
         return list(pack.ids) if self.shared is None else self.shared.ids(pack.ids)
+
+    def items(self, sequences: Sequence[int]) -> list[int]:
+        """The item of each of some single sequences, in what the user gave.
+
+        Sequences beyond those of the corpus, on which a model is compared, have numbers that no item has.
+        """
+        numbers = self.item_numbers
+        if numbers is None:
+            return list(sequences)
+        beyond = 1 + int(numbers.max()) - len(numbers) if max(sequences, default=0) >= len(numbers) else 0
+        return [int(numbers[n]) if n < len(numbers) else n + beyond for n in sequences]
+
+    def loss_column(self, name: str, pack: Pack) -> list[np.ndarray]:
+        """The values of one of :attr:`loss_columns` for each of :meth:`members`.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        columns = self.loss_columns
+        if name not in columns:
+            raise InputError(
+                f"no column {name!r} of the items is kept for the loss; kept are: {', '.join(columns) or 'none'}. Name "
+                f"it in prepare(..., loss_columns=({name!r},))"
+            )
+        return [np.asarray(columns[name](sequence)) for sequence in self.members(pack)]
 
     def lengths(self, pack: Pack) -> tuple[int, ...]:
         """The tokens of each of :meth:`members`, whatever they share."""

@@ -92,13 +92,23 @@ class MicroBatch:
         return [self._collator.source.tokens(sequence) for sequence in self.pack.ids]
 
     @property
-    def sequence_ids(self) -> list[int]:
-        """The numbers of the sequences of this micro-batch, in the order of :meth:`per_sequence`."""
+    def numbers(self) -> list[int]:
+        """The numbers that the run has for the sequences of this micro-batch, in the order of :meth:`per_sequence`."""
         return self._collator.members(self.pack)
 
+    @property
+    def sequence_ids(self) -> list[int]:
+        """The number of the item of each sequence, in what ``prepare`` was given, in the order of :meth:`per_sequence`.
+
+        Parts of an item that is split, and members of a unit, have its number. Of ``run.step(items)``: in the items of
+        all ranks, those of rank 0 first.
+        """
+        return self._collator.items(self.numbers)
+
     def own_slots(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """For each sequence its number, which of this rank's slots it has, and their positions in it."""
-        return own_slots(self.shard, self.sequence_ids)
+        """For each sequence its item's number, which of this rank's slots it has, and their positions in it."""
+        for item, (_, slots, positions) in zip(self.sequence_ids, own_slots(self.shard, self.numbers)):
+            yield item, slots, positions
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
         """Select this rank's slots ``[t, ...]``, on its device, of a tensor ``[T, ...]`` for the whole pack.
@@ -196,7 +206,7 @@ class MicroBatch:
         Raises:
             InputError: there is no such column.
         """
-        values = self._values(self._loss_column(name))
+        values = self._collator.loss_column(name, self.pack)
         if of == "targets" and self._predicts_next:
             values = [np.concatenate([array[1:], np.zeros_like(array[:1])]) for array in values]
         if (shared := self._collator.shared) is not None:
@@ -210,20 +220,8 @@ class MicroBatch:
         Raises:
             InputError: there is no such column.
         """
-        first = np.stack([array[0] for array in self._values(self._loss_column(name))])
+        first = np.stack([array[0] for array in self._collator.loss_column(name, self.pack)])
         return torch.from_numpy(first).to(self.shard.device)
-
-    def _loss_column(self, name: str) -> Callable[[int], np.ndarray]:
-        columns = self._collator.loss_columns
-        if name not in columns:
-            raise InputError(
-                f"no column {name!r} of the items is kept for the loss; kept are: {', '.join(columns) or 'none'}. Name "
-                f"it in prepare(..., loss_columns=({name!r},))"
-            )
-        return columns[name]
-
-    def _values(self, values_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        return [np.asarray(values_of(sequence)) for sequence in self._collator.members(self.pack)]
 
     def _spread(self, values: list[np.ndarray]) -> Tensor:
         """[t, ...] this rank's slots of values of all sequences, [length, ...] each."""
