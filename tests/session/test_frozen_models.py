@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, InputError
 from tests.runtime.harness import with_check
 from tests.session import models
 from tests.session.latents import (
@@ -150,3 +150,16 @@ def test_one_that_takes_no_tokens_is_not_told_to_limit_packs(kind, said):
         run.frozen(built(kind))
     assert "max_tokens" not in str(refused.value)
     run.close()
+
+
+class Whole(Latents):
+    """Says one thing of all slots that it is given."""
+
+    def forward(self, x, mask=None):
+        return super().forward(x, mask).mean(1)
+
+
+def test_one_that_returns_nothing_for_each_slot_is_refused():
+    said = r"Whole returns the shape \(1, 4\) for 18 slots, and nothing for each, .*keep what it says as a column"
+    with pytest.raises(CheckError, match=said):
+        difference("some by name", "alone", Whole)

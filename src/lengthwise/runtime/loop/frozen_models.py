@@ -147,16 +147,16 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel, without: Collectio
     """
     lengths = traced_lengths(run.collator)
     with _evaluated(wrapped_model.model) as model:
-        packed = _slots(_output(run, wrapped_model, _pack(run, 0, 1), without), sum(lengths))
+        packed = _slots(model, _output(run, wrapped_model, _pack(run, 0, 1), without), sum(lengths))
         alone = []
         for number in (0, 1):
             with wrapped_model.plain():
-                alone.append(_slots(_output(run, wrapped_model, _pack(run, number), without), lengths[number]))
+                alone.append(_slots(model, _output(run, wrapped_model, _pack(run, number), without), lengths[number]))
         if all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
             return
         state = StateBetweenCalls(model)
         with wrapped_model.plain():
-            again = _slots(_output(run, wrapped_model, _pack(run, 0), without), lengths[0])
+            again = _slots(model, _output(run, wrapped_model, _pack(run, 0), without), lengths[0])
     if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[0])):
         raise state.error()
     raise CheckError(
@@ -179,9 +179,9 @@ def _check_shared(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless outputs of sequences that begin alike are the same with what they share once."""
     with _evaluated(wrapped_model.model) as model:
         with branches_alone(run) as pack:
-            alone = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+            alone = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
         with branches_shared(run) as pack:
-            shared = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+            shared = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
             tree = run.collator.tree(pack)
     assert tree is not None, "sequences share what they begin with"
     slots = torch.from_numpy(np.concatenate([tree.slots_of(member) for member in range(len(tree.leaves))]))
@@ -208,7 +208,20 @@ def _are_close(together: Tensor, apart: Tensor) -> bool:
     return float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max()))
 
 
-def _slots(output: Any, num_slots: int) -> list[Tensor]:
-    """The tensors of an output that have one row for each slot: [slots, ...]."""
+def _slots(model: nn.Module, output: Any, num_slots: int) -> list[Tensor]:
+    """The tensors of an output that have one row for each slot: [slots, ...].
+
+    Raises:
+        CheckError: it has others alone.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]
+    by_slot = [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]
+    by_slot += [leaf for leaf in leaves if leaf.dim() and len(leaf) == num_slots and num_slots > 1]
+    if leaves and not by_slot:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
+        raise CheckError(
+            f"{type(model).__name__} returns the shape {shapes} for {num_slots:,} slots, and nothing for each, so a "
+            "pack of several sequences would have what one has; let it return what it says of each slot, or call it on "
+            "whole sequences before the run, and keep what it says as a column of the corpus"
+        )
+    return by_slot
