@@ -74,3 +74,19 @@ def test_a_loss_that_uses_no_targets_is_warned_of_unless_the_objective_is_said(c
         lw.prepare(model, LONG, steps=1, packing="always", **OPTIONS | loss)
     prepared(LONG)
     assert "uses no targets" not in caplog.text
+
+
+def test_a_loss_that_is_divided_by_a_number_of_its_own_is_refused_with_the_way_to_make_it_in_the_loop():
+    def masked(output, micro_batch):
+        mask = micro_batch.column("mask")
+        return (output[0].square().mean(-1) * mask).sum() / mask.sum()
+
+    items = [{"input_ids": row, "mask": 1.0 + np.arange(len(row)) % 2} for row in LONG]
+    options = {"loss": masked, "loss_columns": ("mask",), "objective": "every-token", "packing": "always"}
+    said = (
+        r"a mean over all tokens of a micro-batch\. A sum that is divided .*step\.backward\(micro_batch\.sum.*'step'\)"
+    )
+    torch.manual_seed(0)
+    with pytest.raises(CheckError, match=said) as refused:
+        lw.prepare(Unlabelled().double(), items, steps=1, **OPTIONS | options)
+    assert "say objective=" not in str(refused.value)

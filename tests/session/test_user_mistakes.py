@@ -100,6 +100,7 @@ CORPORA = {
     "one long row": (torch.arange(9), r"item 0 is int64 of shape \(\), .*; where the corpus is one long row, cut it"),
     "ragged pairs": ([([1, 2], [3])], r"item 0 is a tuple of 2 rows; a sequence is one row of token ids"),
     "fractions": ([[0.5, 1.5]], r"item 0 is float64 of shape \(2,\)"),
+    "ids as booleans": ([np.zeros(3, bool)], r"item 0 is bool of shape \(3,\), .*booleans: give them as integers"),
     "whole numbers as floats": ([[1, 2], [3.0, 4.0]], r"item 1 is float64 of shape \(2,\), .*: give them as integers"),
     "not a number": ([[1, NAN]], r"item 0 is float64"),
     "complex numbers": ([np.array([1j, 2])], r"item 0 is complex128"),

@@ -25,6 +25,10 @@ _HOW_EXACT = {
     None: "as it computes each alone, weighted by its targets (whether a batch has that loss could not be seen)",
 }
 """What is said of the losses of sequences, by whether the loss of a batch is the mean of theirs."""
+ADVISED = re.compile(r"; (?:say|change) ")
+"""Where the advice of an error of a call begins."""
+_OF_CALLS = (" fails ", " slots alone, called as before", "cannot be put together for a micro-batch")
+"""What errors say of a call that may be right with the lengths that the corpus has."""
 OF_SHARED = re.compile(r"\bdegree (?!1\b)\d")
 """What errors say of a pack whose sequences ranks share."""
 
@@ -153,7 +157,7 @@ def _learned(chosen: PrepareOptions, learn: Learn, compared: ComparedCalls) -> t
 
 def _is_of_call(error: InputError | CheckError) -> bool:
     """Whether a call of the model's own code failed, as it may with other lengths only."""
-    return " fails " in error.marked or " slots alone, called as before" in error.marked
+    return any(part in error.marked for part in _OF_CALLS)
 
 
 def reason_of(error: InputError | CheckError, *, is_of_length: bool = False) -> str:
@@ -164,4 +168,4 @@ def reason_of(error: InputError | CheckError, *, is_of_length: bool = False) -> 
     reason = FOLLOWED.sub("", error.spelt(as_option).replace(". check=False trains it all the same", ""))
     if not _is_of_call(error):
         return reason
-    return reason.partition("; say ")[0] + (", a length that the corpus need not have" if is_of_length else "")
+    return ADVISED.split(reason, maxsplit=1)[0] + (", a length that the corpus need not have" if is_of_length else "")

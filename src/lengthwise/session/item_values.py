@@ -140,6 +140,8 @@ def row_advice(tokens: np.ndarray) -> str:
         return "its ids are booleans: give them as integers, row.astype(int)"
     if tokens.ndim == 1 and tokens.dtype.kind == "f" and bool((tokens == np.floor(tokens)).all()):
         return "its ids are floats: give them as integers"
+    if tokens.ndim == 1 and tokens.dtype.kind == "b":
+        return "its ids are booleans: give them as integers"
     return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"
 
 

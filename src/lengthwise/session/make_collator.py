@@ -18,12 +18,13 @@ LONG = 2048
 """Most slots of the longest sequence that is compared where all that are compared have lengths of the corpus."""
 
 
-def lengths_of_corpus(sequences: RunSequences, slot_tokens: int) -> tuple[int, ...]:
+def lengths_of_corpus(slots: np.ndarray) -> tuple[int, ...]:
     """Slots of three sequences of the corpus: the shortest with a target of next tokens, a middle and a long one.
 
-    They are taken for models that fail with the usual lengths, such as those that compute multiples of a block alone.
+    ``slots``: [S] those of each sequence. They are taken for models that fail with the usual lengths, such as those
+    that compute multiples of a block alone.
     """
-    slots = np.unique(np.asarray(sequences.computed_lengths.lengths) // slot_tokens)
+    slots = np.unique(slots)
     slots = slots[slots >= 2] if slots[-1] >= 2 else slots
     slots = slots[: max(1, int((slots <= LONG).sum()))]
     return int(slots[-1]), int(slots[0]), int(slots[len(slots) // 2])
@@ -37,6 +38,7 @@ def make_collator(
     has_lengths_of_corpus: bool = False,
 ) -> PackCollator:
     """The collator of the corpus' packs for the model; ``has_lengths_of_corpus``: of those that it is compared on."""
+    slots = np.asarray(sequences.computed_lengths.lengths) // options.slot_tokens
     hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
     collator = PackCollator(
         source=sequences,
@@ -51,7 +53,8 @@ def make_collator(
         kinds=sequences.kinds(),
         windows=sequences.windows,
         longest=sequences.computed_lengths.max_length // options.slot_tokens,
-        compared_lengths=lengths_of_corpus(sequences, options.slot_tokens) if has_lengths_of_corpus else (),
+        compared_lengths=lengths_of_corpus(slots) if has_lengths_of_corpus else (),
+        slots_of_corpus=slots if has_lengths_of_corpus else None,
         units=_units(sequences, are_split=splits_units(options)),
         item_numbers=sequences.item_numbers,
     )

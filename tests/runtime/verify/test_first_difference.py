@@ -83,6 +83,24 @@ class Model(nn.Module):
         return logits + (logits.flip(1) if self.place == "the end" else 0)
 
 
+class Twice(Model):
+    """Calls its modules again on the tokens in reverse order, as models of both strands of DNA do."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + super().forward(tokens.flip(1)).flip(1)
+
+
+class Broadcast(Model):
+    """Adds a vector for each sequence to hidden states [1, slots, width]: in a pack to as many copies of them."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = self.extra(x + torch.ones(3 if x.shape[1] == 10 else 1, 1, WIDTH, dtype=x.dtype))
+        for layer in self.layers:
+            *_, x = layer(x)
+        return self.head(x)[:1]
+
+
 def traced(model, lengths):
     case = Case(build=lambda: model, **LOGITS)
     return run_of(
@@ -127,6 +145,18 @@ def test_the_first_place_where_slots_meet_is_named_alike_on_every_rank(ranks, pl
     for told in ranks(num_ranks).run(located, partial(built, Model, place)):
         assert told.startswith(PLACES[place]), told
         assert told.endswith(". check=False trains it all the same")
+
+
+def test_a_module_that_is_called_again_is_compared_in_each_of_its_calls(ranks):
+    (told,) = ranks(1).run(located, partial(built, Twice))
+    place = "the forward of Twice itself, which calls flip, before its embedding (call 2), whose output differs by "
+    assert told.startswith(f"It begins in {place}"), told
+
+
+def test_an_output_with_a_row_for_each_sequence_is_named_by_its_shape(ranks):
+    (told,) = ranks(1).run(located, partial(built, Broadcast), lengths=(5, 3, 2))
+    place = "the forward of Broadcast itself, before its extra, whose output has the shape (3, 10, 32)"
+    assert told.startswith(f"It begins in {place} in the place of (1, 10, 32): a tensor with a row for each seq"), told
 
 
 def test_a_difference_is_relative_to_the_largest_output_and_more_than_rounding(ranks):

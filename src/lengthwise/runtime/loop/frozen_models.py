@@ -3,7 +3,7 @@
 They are intercepted as the trained model is, compute without gradients, and are whole on every rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths,
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
+from lengthwise.runtime.wrap.frozen_arguments import FrozenArguments, check_takes_tokens, frozen_arguments
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -33,7 +34,8 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
     """Wrap a frozen ``model`` for micro-batches of ``run``, and compare its outputs of a pack with single sequences.
 
     Raises:
-        InputError: it shares parts with a prepared model, or attends in a way that cannot be sharded.
+        InputError: it shares parts with a prepared model, takes other arguments than micro-batches have, or attends in
+            a way that cannot be sharded.
         CheckError: its outputs on a pack are not those on single sequences.
     """
     if any(part is other for part in model.modules() for taken in run.models for other in taken.modules()):
@@ -42,7 +44,51 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
             "such as copy.deepcopy(model)"
         )
     model.to(run.world.device)
-    wrapped_model = WrappedModel(model, objective=run.wrapped_model.objective, layers=layers, is_frozen=True)
+    first: InputError | CheckError | None = None
+    for by_sequence, arguments in _ways_to_call(run, model):
+        try:
+            return _wrapped(run, model, arguments, layers=layers, by_sequence=by_sequence, check=check)
+        except (InputError, CheckError) as error:
+            first = first or error.with_traceback(None)
+    assert first is not None, "something was tried"
+    raise first
+
+
+def _ways_to_call(run: MicroBatchMaker, model: nn.Module) -> Iterator[tuple[bool, FrozenArguments | None]]:
+    """Whether to call the model once for each sequence, and its arguments beside tokens; the likeliest first.
+
+    Micro-batches of a model that is computed sequence by sequence are whole on one rank, so it may be called likewise.
+    """
+    arguments, made = list[FrozenArguments | None](), dict[str, Any]()
+    if run.wrapped_model.make_inputs is not None:
+        with synthetic(run, traced_lengths(run.collator)):
+            made = _micro_batch(run, _pack(run, 0)).given.values
+            arguments += frozen_arguments(model, made)
+    if not arguments:
+        check_takes_tokens(model, made)
+    for by_sequence in (False, True) if run.wrapped_model.by_sequence is not None else (False,):
+        yield from ((by_sequence, some) for some in (*arguments, None))
+
+
+def _wrapped(
+    run: MicroBatchMaker,
+    model: nn.Module,
+    arguments: FrozenArguments | None,
+    *,
+    layers: str | None,
+    by_sequence: bool,
+    check: bool,
+) -> WrappedModel:
+    """The model, traced with ``arguments`` and compared; None: with tokens.
+
+    Raises:
+        InputError: its forward takes other arguments, fails with these, or attends in a way that cannot be sharded.
+        CheckError: its outputs on a pack are not those on single sequences.
+    """
+    wrapped_model = WrappedModel(
+        model, objective=run.wrapped_model.objective, layers=layers, inputs=arguments, by_sequence=by_sequence,
+        is_frozen=True,
+    )  # fmt: skip
     lengths = traced_lengths(run.collator)
     try:
         with synthetic(run, lengths):
@@ -54,6 +100,8 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
         if check:
             with varied(run, lengths):
                 _check(run, wrapped_model)
+                if arguments is not None and arguments.optional:
+                    arguments.needs_all = not _is_exact_without(run, wrapped_model, arguments.optional)
         if check and run.collator.shared is not None:
             _check_shared(run, wrapped_model)
     except BaseException:
@@ -75,10 +123,11 @@ def _micro_batch(run: MicroBatchMaker, pack: Pack, events: list[Event] | None = 
     return run.make(shard, pack)
 
 
-def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, pack: Pack) -> Any:
+def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, pack: Pack, without: Collection[str] = ()) -> Any:
     micro_batch = _micro_batch(run, pack)
     with active(micro_batch.shard):
-        return wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
+        inputs = wrapped_model.inputs_of(micro_batch)
+        return wrapped_model.model(**{name: value for name, value in inputs.items() if name not in without})
 
 
 def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript:
@@ -91,20 +140,23 @@ def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript
     return ExchangeScript(calls={number: call for (_, number), call in zip(events, calls, strict=True)})
 
 
-def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
-    """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
+def _check(run: MicroBatchMaker, wrapped_model: WrappedModel, without: Collection[str] = ()) -> None:
+    """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves.
+
+    ``without``: names of arguments that are left out.
+    """
     lengths = traced_lengths(run.collator)
     with _evaluated(wrapped_model.model) as model:
-        packed = _slots(_output(run, wrapped_model, _pack(run, 1, 0)), sum(lengths))
+        packed = _slots(model, _output(run, wrapped_model, _pack(run, 1, 0), without), sum(lengths))
         alone = []
         for number in (1, 0):
             with wrapped_model.plain():
-                alone.append(_slots(_output(run, wrapped_model, _pack(run, number)), lengths[number]))
+                alone.append(_slots(model, _output(run, wrapped_model, _pack(run, number), without), lengths[number]))
         if all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
             return
         state = StateBetweenCalls(model)
         with wrapped_model.plain():
-            again = _slots(_output(run, wrapped_model, _pack(run, 0)), lengths[0])
+            again = _slots(model, _output(run, wrapped_model, _pack(run, 0), without), lengths[0])
     if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[1])):
         raise state.error()
     raise CheckError(
@@ -114,13 +166,22 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     )
 
 
+def _is_exact_without(run: MicroBatchMaker, wrapped_model: WrappedModel, optional: Collection[str]) -> bool:
+    """Whether packs are exact where a call leaves out its ``optional`` arguments, as far as it can."""
+    try:
+        _check(run, wrapped_model, optional)
+    except Exception:  # of the model's own code as well, which may need what it has a default for
+        return False
+    return True
+
+
 def _check_shared(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless outputs of sequences that begin alike are the same with what they share once."""
     with _evaluated(wrapped_model.model) as model:
         with branches_alone(run) as pack:
-            alone = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+            alone = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
         with branches_shared(run) as pack:
-            shared = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+            shared = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
             tree = run.collator.tree(pack)
     assert tree is not None, "sequences share what they begin with"
     slots = torch.from_numpy(np.concatenate([tree.slots_of(member) for member in range(len(tree.leaves))]))
@@ -147,7 +208,20 @@ def _are_close(together: Tensor, apart: Tensor) -> bool:
     return float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max()))
 
 
-def _slots(output: Any, num_slots: int) -> list[Tensor]:
-    """The tensors of an output that have one row for each slot: [slots, ...]."""
+def _slots(model: nn.Module, output: Any, num_slots: int) -> list[Tensor]:
+    """The tensors of an output that have one row for each slot: [slots, ...].
+
+    Raises:
+        CheckError: it has others alone.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]
+    by_slot = [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]
+    by_slot += [leaf for leaf in leaves if leaf.dim() and len(leaf) == num_slots and num_slots > 1]
+    if leaves and not by_slot:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
+        raise CheckError(
+            f"{type(model).__name__} returns the shape {shapes} for {num_slots:,} slots, and nothing for each, so a "
+            "pack of several sequences would have what one has; let it return what it says of each slot, or call it on "
+            "whole sequences before the run, and keep what it says as a column of the corpus"
+        )
+    return by_slot

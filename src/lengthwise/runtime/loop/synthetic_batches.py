@@ -14,6 +14,7 @@ from torch import Tensor
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.whole_items import WholeItems, whole_items
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.corpus_window import LONGEST
@@ -175,7 +176,7 @@ def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
         changes["labels"] = partial(_first_alone, changes["labels"], before.ignore_index)
     items = before.item_numbers
     items = None if items is None else np.unique(items[:MOST_ITEMS])
-    run.collator = replace(before, **changes, special=None, shared=None, item_numbers=items)
+    run.collator = replace(before, **{"item_numbers": items, **changes}, special=None, shared=None)
     try:
         yield
     finally:
@@ -183,9 +184,20 @@ def _replaced(run: MicroBatchMaker, **changes: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _of_corpus(run: MicroBatchMaker, items: WholeItems) -> Iterator[None]:
+    """Within, the run's sequences 0, 1, ... are whole items of the corpus."""
+    with _replaced(run, **items.changes()):
+        yield
+
+
+@contextmanager
 def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """Within, the run's sequences 0, 1, ... have ``lengths`` slots, of all kinds of slots in the corpus."""
     before = run.collator
+    if (items := whole_items(before, lengths)) is not None:
+        with _of_corpus(run, items):
+            yield
+        return
     source = ReorderedSlots(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
     with _replaced(
         run,
@@ -204,6 +216,10 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
 def varied(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """Within, the run's sequences 0, 1, ... have ``lengths`` slots, of several of its sequences where they differ."""
     before = run.collator
+    if (items := whole_items(before, lengths)) is not None:
+        with _of_corpus(run, items):
+            yield
+        return
     if not before.windows:
         with synthetic(run, lengths):
             yield
@@ -228,6 +244,10 @@ def varied(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
 def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """Within, the run's sequences 0, 1, ... have ``lengths`` slots, repeated from its first sequence."""
     before = run.collator
+    if (items := whole_items(before, lengths)) is not None:
+        with _of_corpus(run, items):
+            yield
+        return
     is_ended = run.wrapped_model.by_sequence is not None
     source = StretchedSequence(np.asarray(before.source.tokens(0)), before.slot_tokens, is_ended=is_ended)
     source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}

@@ -226,10 +226,9 @@ class _Profiler:
             return False
         longer = sum(lengths) / sum(cases[-1].lengths)
         needed = cases[-1].held_bytes * longer
-        if len(cases) > 1:  # a line through the last two
-            per_token = (cases[-1].held_bytes - cases[-2].held_bytes) / (
-                sum(cases[-1].lengths) - sum(cases[-2].lengths)
-            )
+        more = 0 if len(cases) < 2 else sum(cases[-1].lengths) - sum(cases[-2].lengths)
+        if more:  # a line through the last two
+            per_token = (cases[-1].held_bytes - cases[-2].held_bytes) / more
             needed = cases[-1].held_bytes + max(0.0, per_token) * (sum(lengths) - sum(cases[-1].lengths))
         if needed > self._memory:
             self.too_large.append((self._degree, sum(lengths)))

@@ -101,8 +101,18 @@ def _weighs_by_slots(run: PreparedModel) -> bool:
 def _slots(collator: PackCollator) -> int:
     """Slots of each sequence; not more than the corpus has."""
     if collator.compared_lengths:
-        return collator.compared_lengths[0]
+        return _most_common(collator)
     return traced_lengths(collator)[0] if collator.longest is None else max(FEWEST, min(MOST_SLOTS, collator.longest))
+
+
+def _most_common(collator: PackCollator) -> int:
+    """The slots that most sequences of the corpus have, so that there are several, among lengths to compare."""
+    longest, shortest, _ = collator.compared_lengths
+    if collator.slots_of_corpus is None:
+        return longest
+    slots, counts = np.unique(collator.slots_of_corpus, return_counts=True)
+    counts[(slots < shortest) | (slots > longest)] = 0
+    return int(slots[counts == counts.max()].max())
 
 
 def _labels(labels_of: Callable[[int], np.ndarray], ignored: int, sequence: int, /) -> np.ndarray:

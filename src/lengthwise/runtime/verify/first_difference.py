@@ -1,15 +1,17 @@
 """Locate where a pack's outputs begin to differ from those of single sequences: layer, module, and torch functions."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
+from lengthwise.core.batch import EVERY_TOKEN
 from lengthwise.core.errors import LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
@@ -34,16 +36,25 @@ _MIXING = (
 """Functions in which slots may meet, the likeliest first."""
 
 
+class _Call(NamedTuple):
+    """One of the calls of a module in a forward."""
+
+    module: str
+    number: int
+
+
 @dataclass
 class _Recording:
-    """Outputs of modules in the order in which they ended, their inputs, and the torch functions that each calls."""
+    """Outputs of the calls of modules in the order in which they ended, and the torch functions that each calls."""
 
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    calls_before: dict[str, int] = field(default_factory=dict)
-    """Functions that a module's parent had called when the module began."""
-    calls: dict[str, list[str]] = field(default_factory=dict)
-    stack: list[str] = field(default_factory=list)
+    outputs: dict[_Call, Tensor] = field(default_factory=dict)
+    inputs: dict[_Call, Tensor] = field(default_factory=dict)
+    callers: dict[_Call, tuple[_Call, int]] = field(default_factory=dict)
+    """The call in which each began, and how many functions that had called until then."""
+    functions: dict[_Call, list[str]] = field(default_factory=dict)
+    stack: list[_Call] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Calls of each module."""
 
 
 class _Names(TorchFunctionMode):
@@ -56,7 +67,7 @@ class _Names(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if self._recording.stack:
             name = (resolve_name(func) or getattr(func, "__name__", "")).rpartition(".")[2]
-            self._recording.calls.setdefault(self._recording.stack[-1], []).append(name)
+            self._recording.functions.setdefault(self._recording.stack[-1], []).append(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -66,19 +77,23 @@ def _recorded(model: nn.Module) -> Iterator[_Recording]:
 
     def begin(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name not in recording.inputs and (tensors := _floating((args, kwargs))):
-                recording.inputs[name] = tensors[0].detach()
-                parent = recording.stack[-1] if recording.stack else ""
-                recording.calls_before[name] = len(recording.calls.get(parent, []))
-            recording.stack.append(name)
+            recording.counts[name] += 1
+            call = _Call(name, recording.counts[name])
+            if tensors := _floating((args, kwargs)) or _ids((args, kwargs)):
+                recording.inputs[call] = tensors[0].detach()
+            if recording.stack:
+                caller = recording.stack[-1]
+                recording.callers[call] = caller, len(recording.functions.get(caller, []))
+            recording.stack.append(call)
 
         return note
 
     def end(name: str) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            recording.stack.remove(name)
-            if name not in recording.outputs and (tensors := _floating(output)):
-                recording.outputs[name] = tensors[0].detach()
+            call = next(call for call in reversed(recording.stack) if call.module == name)
+            recording.stack.remove(call)
+            if tensors := _floating(output):
+                recording.outputs[call] = tensors[0].detach()
 
         return note
 
@@ -97,6 +112,12 @@ def _floating(values: Any) -> list[Tensor]:
     """The floating-point tensors in a tree, which may be hidden states."""
     leaves = pytree.tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
+
+
+def _ids(values: Any) -> list[Tensor]:
+    """The tensors of integers in a tree, as floating-point numbers."""
+    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    return [leaf.to(torch.float64) for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex()]
 
 
 def locate_difference(
@@ -134,12 +155,24 @@ def locate_difference(
                 "optimizer, or clip their norm by clip_norm"
             )
         elif run.wrapped_model.has_own_loss:
-            words += ": what loss= makes has to be a mean over the targets of a micro-batch"
-            if not run.wrapped_model.labels.are_read:
-                words += ", and it uses none: say objective='every-token' if it is a mean over all tokens"
+            words += _of_own_loss(run)
         return words + _OUT
-    module = broadcast_json(run.world, words, source=earliest)
-    return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"
+    return f"It begins in {broadcast_json(run.world, words, source=earliest)}{_OUT}"
+
+
+def _of_own_loss(run: PreparedModel) -> str:
+    """What the user's ``loss=`` has to be, after a colon."""
+    objective, mean = run.wrapped_model.objective, "a mean over the targets of a micro-batch"
+    if objective == EVERY_TOKEN:
+        mean = "a mean over all tokens of a micro-batch"
+    words = f": what loss= makes has to be {mean}"
+    if objective != EVERY_TOKEN and not run.wrapped_model.labels.are_read:
+        return f"{words}, and it uses none: say objective='every-token' if it is a mean over all tokens"
+    return (
+        f"{words}. A sum that is divided by a number of its own, such as (losses * mask).sum() / mask.sum(), is made "
+        "in the loop instead, of a column that loss_columns= names: step.backward(micro_batch.sum(losses_t * mask_t) "
+        "/ step.total('mask'), mean_over='step')"
+    )
 
 
 _OUT = ". check=False trains it all the same"
@@ -169,22 +202,47 @@ def _compare(
         expected = _laid_end_to_end(outputs, lengths)
         return 0.0 if output is None or expected is None else _difference(output, *expected, places)
 
-    for number, (name, output) in enumerate(packed.outputs.items()):
-        size = difference(output, [recording.outputs.get(name) for recording in alone])
+    for number, (call, output) in enumerate(packed.outputs.items()):
+        outputs = [recording.outputs.get(call) for recording in alone]
+        size = difference(output, outputs)
         if size <= DIFFERS:
             continue
-        calls, parent = packed.calls.get(name, []), name.rpartition(".")[0]
-        if difference(packed.inputs.get(name), [recording.inputs.get(name) for recording in alone]) > DIFFERS:
-            before = packed.calls.get(parent, [])[: packed.calls_before[name]]
-            return number, size, f"{_described(run, parent, before)}, before its {name.removeprefix(f'{parent}.')}"
-        return number, size, _described(run, name, calls)
+        differs = f", whose output {_said_of_shapes(output, outputs, lengths) or f'differs by {size:.1e}'}"
+        which = "" if packed.counts[call.module] == 1 else f" (call {call.number})"
+        caller, begun = packed.callers.get(call, (call, 0))
+        if difference(packed.inputs.get(call), [recording.inputs.get(call) for recording in alone]) > DIFFERS:
+            before = packed.functions.get(caller, [])[:begun]
+            place = call.module.removeprefix(f"{caller.module}.")
+            return number, size, f"{_described(run, caller.module, before)}, before its {place}{which}{differs}"
+        return number, size, _described(run, call.module, packed.functions.get(call, [])) + which + differs
     return NOWHERE, 0.0, ""
 
 
+def _said_of_shapes(output: Tensor, outputs: list[Tensor | None], lengths: tuple[int, ...]) -> str:
+    """What is said of an output whose shape alone differs from the one that is expected; empty: its numbers do."""
+    if (expected := _laid_end_to_end(outputs, lengths)) is None or not _has_other_shape(output, *expected):
+        return ""
+    words = f"has the shape {tuple(output.shape)} in the place of {tuple(expected[0].shape)}"
+    if output.shape[0] == len(lengths):
+        words += (
+            ": a tensor with a row for each sequence is not one for each slot; give the model what belongs to a "
+            "sequence for each of its slots, as micro_batch.column(name)[None]"
+        )
+    return words
+
+
+def _has_other_shape(output: Tensor, expected: Tensor, axis: int) -> bool:
+    """Whether an output of as many axes has other sizes than that of slots."""
+    sizes = [[size for number, size in enumerate(tensor.shape) if number != axis] for tensor in (output, expected)]
+    return output.dim() == expected.dim() and sizes[0] != sizes[1]
+
+
 def _difference(output: Tensor, expected: Tensor, axis: int, places: Tensor) -> float:
-    """The largest difference of this rank's slots from the stock model's, relative to those; 0 if shapes differ."""
+    """The largest difference of this rank's slots from the stock model's, relative to those; 0 if not known."""
     if output.dim() != expected.dim() or output.shape[axis] != len(places):
         return 0.0
+    if _has_other_shape(output, expected, axis):
+        return float("inf")
     inside = places < expected.shape[axis]
     mine, theirs = output.movedim(axis, 0)[inside], expected.movedim(axis, 0)[places[inside]]
     if mine.shape != theirs.shape or not len(mine):

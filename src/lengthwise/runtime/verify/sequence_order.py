@@ -65,7 +65,7 @@ class StateWatch:
         rows = torch.tensor([self.has_changed, self.has_other_words], dtype=torch.int64, device=run.world.device)
         has_changed, has_other_words = gather_rows(rows).amax(dim=0).tolist()
         last = max(compared, min(longest, MOST_SLOTS)) if has_other_words else compared
-        lengths = (shortest, (shortest + last) // 2, last)
+        lengths = tuple(sorted(run.collator.compared_lengths)) or (shortest, (shortest + last) // 2, last)
         return tuple(dict.fromkeys(lengths)) if has_changed else ()
 
 
@@ -74,7 +74,8 @@ def _losses_in_order(run: PreparedModel, lengths: tuple[int, ...], order: Sequen
     state, losses = StateBetweenCalls(run.model), [0.0] * len(lengths)
     with varied(run, lengths), torch.no_grad():
         for sequence in order:
-            losses[sequence] = on_every_rank(run, _loss_of(run, lengths, sequence), is_stock=True)
+            what = f"one of {lengths[sequence]:,} slots"
+            losses[sequence] = on_every_rank(run, _loss_of(run, lengths, sequence), what, is_stock=True)
     return losses, state.described("it was called with sequences of other lengths before")
 
 

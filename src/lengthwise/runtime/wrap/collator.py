@@ -59,6 +59,8 @@ class PackCollator:
     compared_lengths: tuple[int, ...] = ()
     """Slots of three sequences, as the corpus has them, that a model is compared on which fails with other lengths;
     nothing: the usual ones."""
+    slots_of_corpus: np.ndarray | None = None
+    """[S] slots of each sequence of the corpus, if a model is compared on whole ones; None: on parts of them."""
 
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""

@@ -46,13 +46,20 @@ def check_constant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
 
 
-def check_frozen(error: Exception, name: str, num_slots: int) -> None:
+def check_frozen(error: Exception, name: str, num_slots: int, num_sequences: int) -> None:
     """Raise ``InputError`` for an error of a frozen model ``name`` on a pack; an empty string: it is none."""
-    if name and not isinstance(error, LengthwiseError):
-        raise InputError(
-            f"{name}, which is frozen, fails on a pack of {num_slots:,} slots ({type(error).__name__}: {error}); if it "
-            "takes no more than its longest sequence, say so: max_tokens="
-        ) from error
+    if not name or isinstance(error, LengthwiseError):
+        return
+    way_out = (
+        "call it with what its forward takes, for the slots of the micro-batch; it is compared with the arguments that "
+        "inputs= of prepare makes, where its forward has such names, else with tokens"
+    )
+    is_of_kind = isinstance(error, TypeError) or "dtype" in str(error)
+    if not is_of_kind and (num_sequences > 1 or not isinstance(error, RuntimeError)):
+        way_out = "if it takes no more than its longest sequence, say so: max_tokens="
+    raise InputError(
+        f"{name}, which is frozen, fails on a pack of {num_slots:,} slots ({type(error).__name__}: {error}); {way_out}"
+    ) from error
 
 
 def _check_keeps_logits(name: str, kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from lengthwise.runtime.wrap.compared_arguments import ComparedArguments
 from lengthwise.runtime.wrap.completed_calls import CallCompletion, CompletedCall, LabelUse
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS, TARGETS, TOKENS
+from lengthwise.runtime.wrap.frozen_arguments import FrozenArguments
 from lengthwise.runtime.wrap.label_convention import LabelConvention
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.position_ids import StockPositions
@@ -90,8 +91,11 @@ class ForwardInputs:
         if (micro_batch := shard.micro_batch) is None or shard.has_failed:
             return CompletedCall(args=args, kwargs=kwargs)
         inputs = self._of_frozen(micro_batch) if is_frozen else micro_batch.given.values
-        use = self._label_use(inputs)
-        fills = POSITIONS if self._make is not None else tuple(inputs)
+        use = self._label_use(inputs, is_frozen=is_frozen)
+        fills = POSITIONS if self._make is not None and not is_frozen else tuple(inputs)
+        if is_frozen and isinstance(self._make, FrozenArguments):
+            self._make.check(args, kwargs)
+            inputs |= self._make(micro_batch)
         call = self._completion(args, kwargs, micro_batch, inputs=inputs, fills=fills, use=use)
         if is_compared or is_frozen:
             self._compared.check(call.kwargs, micro_batch, micro_batch.given.values | inputs)
@@ -160,9 +164,9 @@ class ForwardInputs:
         """Whether this is a transformers model that shifts labels by itself."""
         return self._is_hugging_face and self._objective == NEXT_TOKEN and self._convention().shifts
 
-    def _label_use(self, inputs: dict[str, Any]) -> LabelUse | None:
+    def _label_use(self, inputs: dict[str, Any], *, is_frozen: bool) -> LabelUse | None:
         """How the model uses the labels of a call; None: nobody knows, for the user makes its arguments."""
-        if self._make is not None:
+        if self._make is not None and not (is_frozen and self._is_hugging_face):
             return None
         if not self._is_hugging_face:
             in_module = self._convention().is_in_module

@@ -30,20 +30,26 @@ Shapes = dict[str, tuple[int, ...]]
 """Shapes of the tensors in a tree, by their path."""
 
 
-def not_combined(name: str, *, has_loss: bool) -> Unusable:
+def not_combined(name: str, *, has_loss: bool, other_shapes: str = "") -> Unusable:
     """A placeholder for an output of several sequences that cannot be combined.
 
-    ``has_loss``: whether the user's ``loss=`` makes the loss of the outputs.
+    ``has_loss``: whether the user's ``loss=`` makes the loss of the outputs; ``other_shapes``: what its shapes are
+    where these depend on the sequence, otherwise than by one value for each slot.
     """
-    of_sequence = (
-        "let the forward return the loss of its sequence, from an argument labels that inputs= makes as "
+    way_out = (
+        ("make loss= of its outputs by token" if has_loss else "use its loss and its outputs by token")
+        + ", or let the forward return the loss of its sequence, from an argument labels that inputs= makes as "
         "micro_batch.column_by_sequence(name), without loss=: each sequence weighs the same then"
     )
-    way_out = "make loss= of its outputs by token" if has_loss else "use its loss and its outputs by token"
+    if other_shapes:
+        way_out = (
+            "let the forward, or a module around it, take the targets of its sequence as well, which inputs= makes, "
+            "and return the mean loss over them, without loss=: a sequence weighs by its targets then"
+        )
     return Unusable(
         name,
-        "has one value for each of several sequences, which cannot be put together for a micro-batch "
-        f"of a model that is computed sequence by sequence; {way_out}, or {of_sequence}",
+        f"has {other_shapes or 'one value for each of several sequences'}, which cannot be put together for a "
+        f"micro-batch of a model that is computed sequence by sequence; {way_out}",
     )
 
 
@@ -190,7 +196,7 @@ class SequenceBySequence:
             elif all(type(value) is type(first) and value == first for value in values[1:]):
                 combined.append(first)
             else:
-                combined.append(not_combined(f"output{name} of {self._name}", has_loss=self._has_loss))
+                combined.append(self._not_combined(name, values, spans))
         return pytree.tree_unflatten(combined, flat[0][1]), means
 
     def _combined_tensors(
@@ -209,7 +215,17 @@ class SequenceBySequence:
             return values[0], None
         if self._labels_sequences and all(value.shape == (1, *values[0].shape[1:]) for value in values):
             return torch.cat(values), None
-        return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss), None
+        return self._not_combined(name, values, spans), None
+
+    def _not_combined(self, name: str, values: list[Any], spans: list[tuple[int, int]]) -> Unusable:
+        shapes = {
+            tuple(value.shape): end - start for value, (start, end) in zip(values, spans) if isinstance(value, Tensor)
+        }
+        other_shapes = ""
+        if len(shapes) > 1:
+            of_two = (f"of {slots} slots the shape {shape}" for shape, slots in list(shapes.items())[:2])
+            other_shapes = f"for a sequence {' and for one '.join(of_two)}, without an axis of slots"
+        return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss, other_shapes=other_shapes)
 
 
 def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: int, num_slots: int) -> Tensor:

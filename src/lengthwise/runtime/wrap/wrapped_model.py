@@ -355,7 +355,8 @@ class WrappedModel:
             return self._outputs.not_computed(shard.num_slots, shard.device)
         except Exception as error:
             if not is_out_of_memory(error):
-                check_frozen(error, type(self.model).__name__ if self._is_frozen else "", shard.num_slots)
+                frozen = type(self.model).__name__ if self._is_frozen else ""
+                check_frozen(error, frozen, shard.num_slots, len(shard.ids))
                 raise
             shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
