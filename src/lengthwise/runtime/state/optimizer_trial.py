@@ -23,6 +23,7 @@ from lengthwise.runtime.state.optimizer import (
     make_optimizer,
 )
 from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
+from lengthwise.runtime.state.optimizer_values import describe
 from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain, set_learning_rate
 from lengthwise.runtime.state.trial_parameters import TrialParameters
 
@@ -214,16 +215,17 @@ def _updated_together(settings: OptimizerSettings, trial: TrialParameters) -> _U
 
 
 def _with_state(settings: OptimizerSettings, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSettings:
-    """The settings with what checkpoints have to keep of optimizers that have stepped."""
-    states = [state for stepped in optimizers for state in stepped.state.values()]
-    values = [item for state in states for item in state.items() if item[1] is not None]
-    for name, value in values:
-        if isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and not value.is_complex()):
-            continue
-        raise InputError(
-            f"optimizer={settings.name} keeps {name} as a {type(value).__name__}, and checkpoints keep tensors and "
-            "numbers; use an optimizer that keeps such alone"
-        )
+    """The settings with the names of what optimizers keep that have stepped, as far as the trial sees it.
+
+    Checkpoints have what there is when they are saved.
+    """
+    for stepped in optimizers:
+        parameters = [parameter for group in stepped.param_groups for parameter in group["params"]]
+        described = describe(stepped.state, {id(x): str(n) for n, x in enumerate(parameters)}, torch.device("cpu"))
+        if described.problem:
+            raise InputError(f"optimizer={settings.name} {described.problem}")
+    states = [state for stepped in optimizers for state in stepped.state.values() if isinstance(state, dict)]
+    values = [(str(name), value) for state in states for name, value in state.items() if value is not None]
     names = tuple(dict.fromkeys(name for name, _ in values))
     numbers = tuple(dict.fromkeys(name for name, value in values if not isinstance(value, Tensor)))
     changing = {name for stepped in optimizers for group in changed_values(stepped).values() for name in group}
