@@ -128,7 +128,7 @@ def test_values_that_steps_change_in_groups_come_back_and_constants_stay_as_they
 
 
 def test_a_checkpoint_has_the_groups_of_all_ranks():
-    group = SimpleNamespace(gather=lambda groups: [{}, groups, {"0": {"steps": 3}}])
+    group = SimpleNamespace(gather=lambda own: [[{}, {"1": {"steps": 1}}], own, [{"0": {"steps": 3}}, {}]])
     document = {"step": 3, "optimizer": {"name": "it", "groups": {"1": {"steps": 3}}}}
     groups = saver._with_groups_of_all(document, group)["optimizer"]["groups"]
     assert groups == {"0": {"steps": 3}, "1": {"steps": 3}}
@@ -142,7 +142,8 @@ def test_a_rank_without_parameters_of_one_kind_has_the_groups_of_the_other():
     vector = nn.Parameter(torch.ones(3))
     optimizer = make_optimizer(settings, decaying=[], others=[vector])
     set_learning_rate(optimizer, 0.2)
-    [group] = optimizer.param_groups
+    empty, group = optimizer.param_groups
+    assert not empty["params"] and empty["lr"] == 0.2
     assert list(map(id, group["params"])) == [id(vector)] == list(map(id, optimizer.state))
     assert group["lr"] == 0.05 and settings.base_lr == 0.4
     assert list(changed_values(optimizer)) == ["1"]

@@ -1,6 +1,7 @@
 """The optimizers of torch on what a rank owns, and which of their state a checkpoint keeps."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -43,7 +44,7 @@ def make_optimizer(
         return None
     if settings.make is not None:
         made = make_of_both_kinds(settings, decaying, others, leave_out=leave_out)
-        return made if any(group["params"] for group in made.param_groups) else None
+        return made if has_parameters(made) else None
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
@@ -79,15 +80,16 @@ class TwoOptimizers(torch.optim.Optimizer):
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         super().__init__([*first.param_groups, *second.param_groups], {})  # the same dictionaries
-        self._parts = (first, second)
-        for part in self._parts:
+        self.parts = (first, second)
+        for part in self.parts:
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each of the two update its parameters."""
+        """Let each of the two update its parameters, if it has any."""
         assert closure is None, "gradients are there"
-        for part in self._parts:
-            part.step()
+        for part in self.parts:
+            if has_parameters(part):
+                part.step()
 
 
 def _made_of_two(
@@ -99,15 +101,41 @@ def _made_of_two(
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer of the matrices of layers, and AdamW of all else."""
     matrices = [x for x in decaying if x.dim() == 2 and id(x) not in outer]
-    rest = [x for x in decaying if (x.dim() != 2 or id(x) in outer) and id(x) not in leave_out]
-    groups = _groups((rest, settings.weight_decay), ([x for x in others if id(x) not in leave_out], 0.0))
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps) if groups else None
-    if not matrices:
-        return adamw
-    made = make_of_groups(settings, (matrices, settings.weight_decay), leave_out=leave_out)
-    if not any(group["params"] for group in made.param_groups):
-        return adamw
-    return made if adamw is None else TwoOptimizers(made, adamw)
+    rest = [x for x in decaying if x.dim() != 2 or id(x) in outer]
+    groups = _groups((rest, settings.weight_decay), (others, 0.0))
+    both: torch.optim.Optimizer | None = None
+    if groups:
+        both = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+        _forget(both, leave_out)
+    if matrices:
+        made = make_of_groups(settings, (matrices, settings.weight_decay), leave_out=leave_out)
+        both = made if both is None else TwoOptimizers(made, both)
+    return both if both is not None and has_parameters(both) else None
+
+
+def has_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any group has a parameter."""
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+@contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an optimizer does not see its groups without parameters."""
+    parts = optimizer.parts if isinstance(optimizer, TwoOptimizers) else (optimizer,)
+    before = [list(part.param_groups) for part in parts]
+    for part in parts:
+        part.param_groups[:] = [group for group in part.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for part, groups in zip(parts, before):
+            part.param_groups[:] = groups
+
+
+def step_once(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """Let a user's optimizer step, with its empty groups if it can."""
+    with without_empty_groups(optimizer) if settings.hides_empty_groups else nullcontext():
+        optimizer.step()
 
 
 def make_of_both_kinds(
@@ -195,10 +223,8 @@ def _other_groups(settings: OptimizerSettings, now: Sequence[str]) -> InputError
 
 
 def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:
-    """Remove parameters from an optimizer, and the groups that have no others."""
+    """Remove parameters from an optimizer. Groups stay, so that each has the same position on every rank."""
     for group in optimizer.param_groups:
         for parameter in [parameter for parameter in group["params"] if id(parameter) in identities]:
             optimizer.state.pop(parameter, None)
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in identities]
-    if identities:
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]

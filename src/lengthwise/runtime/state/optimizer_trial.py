@@ -21,6 +21,7 @@ from lengthwise.runtime.state.optimizer import (
     make_of_both_kinds,
     make_of_groups,
     make_optimizer,
+    step_once,
 )
 from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
 from lengthwise.runtime.state.optimizer_values import describe
@@ -111,16 +112,21 @@ def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[Optim
         trial.choose_kinds()
     check_weight_decay(settings, made)
     parts = made.param_groups if groups else ()
-    empty = tuple(position for position, group in enumerate(parts) if not group["params"])
+    empty = tuple(position for position, group in enumerate(parts) if group[ORIGIN].is_empty)
     return replace(with_base_lr(settings, made), empty_groups=empty), groups
 
 
 def _updates_or_error(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings | InputError:
-    """The settings after updates, or why there are none."""
-    try:
-        return _after_updates(settings, trial)
-    except InputError as error:
-        return error
+    """The settings after updates, or why there are none; with empty groups, or without if that goes better."""
+    outcomes: list[OptimizerSettings | InputError] = []
+    for hides in (False, True):
+        try:
+            outcomes.append(_after_updates(replace(settings, hides_empty_groups=hides), trial))
+        except InputError as error:
+            outcomes.append(error)
+        if isinstance(outcomes[-1], OptimizerSettings) and not outcomes[-1].coupling:
+            return outcomes[-1]
+    return next((outcome for outcome in outcomes if isinstance(outcome, OptimizerSettings)), outcomes[0])
 
 
 def _after_updates(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings:
@@ -173,7 +179,7 @@ def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
 def _step(settings: OptimizerSettings, optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer step once, with a learning rate."""
     set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
-    optimizer.step()
+    step_once(optimizer, settings)
 
 
 def _updated(
@@ -239,7 +245,7 @@ def _check_groups(settings: OptimizerSettings, trial: TrialParameters) -> None:
         _set_gradients(optimizer)
         set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
         before = [_contents_of(group) for group in optimizer.param_groups]
-        optimizer.step()
+        step_once(optimizer, settings)
         for earlier, group in zip(before, optimizer.param_groups):
             later = _contents_of(group)
             for name in later:

@@ -14,7 +14,7 @@ from lengthwise.core.layout import Interval
 from lengthwise.core.wording import counted
 from lengthwise.runtime.state.absent_parameter import AbsentParameter
 from lengthwise.runtime.state.borrowed_parameters import borrowed
-from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.optimizer import make_optimizer, step_once
 from lengthwise.runtime.state.parameter_groups import note_rates, set_learning_rate
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
@@ -255,7 +255,7 @@ class OwnedSegments:
             for segment in self.all:
                 segment.parameter.grad = None if segment.only in left_out else segment.pushed
             try:
-                self.optimizer.step()
+                step_once(self.optimizer, self._settings)
             except (AttributeError, TypeError) as error:
                 if not left_out:
                     raise

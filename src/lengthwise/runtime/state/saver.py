@@ -280,9 +280,11 @@ def _is_broken(name: str, content: ShardContent) -> bool:
 
 def _with_groups_of_all(document: dict[str, Any], group: HostGroup) -> dict[str, Any]:
     """The document with what changed in the optimizer's parameter groups of all ranks: one may have none of a group."""
-    by_rank: list[dict[str, Any]] = group.gather(document["optimizer"]["groups"])
-    groups = {position: values for groups in reversed(by_rank) for position, values in groups.items()}
-    return {**document, "optimizer": {**document["optimizer"], "groups": groups}}
+    optimizer = dict(document["optimizer"])
+    by_rank: list[list[dict[str, Any]]] = group.gather([optimizer["groups"], optimizer.pop("empty_groups", {})])
+    by_weight = [*(empty for _, empty in reversed(by_rank)), *(groups for groups, _ in reversed(by_rank))]
+    groups = {position: values for groups in by_weight for position, values in groups.items()}
+    return {**document, "optimizer": {**optimizer, "groups": groups}}
 
 
 def _with_state_of_all(
@@ -353,6 +355,7 @@ def _description(state: ShardedState) -> dict[str, Any]:
             "name": settings.name,
             "tensors": list(settings.state_names),
             "groups": changed_values(state.optimizer),
+            "empty_groups": changed_values(state.optimizer, of_empty=True),
         },
         "unused_parameters": state.unused.state_dict(),
         "loss_scale": None if state.loss_scaler is None else state.loss_scaler.state_dict(),
