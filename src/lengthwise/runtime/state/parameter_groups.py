@@ -94,9 +94,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def changed_values(
-    optimizer: torch.optim.Optimizer | None, *, of_empty: bool = False
-) -> dict[str, dict[str, Any]]:
+def changed_values(optimizer: torch.optim.Optimizer | None, *, of_empty: bool = False) -> dict[str, dict[str, Any]]:
     """Plain values of groups that are not what they were when the optimizer was made, for JSON, by position.
 
     Of the groups that have parameters, or, with ``of_empty``, of those without, whose values say less: ranks that
