@@ -73,11 +73,14 @@ def merged(documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], str]
     others: list[Any] = []
     for rank, document in enumerate(documents):
         for key, value in document["others"]:
-            known = next((pair for pair in others if pair[0] == key), None)
-            if known is None:
+            earlier = next((pair for pair in others if pair[0] == key), None)
+            if earlier is None:
                 others.append([key, value])
-            elif known[1] != value and repr(known[1]) != repr(value):  # NaN is not equal to itself
-                return {}, f"keeps {key} as {value} on rank {rank} and as {known[1]} on another, which are to be equal"
+            elif earlier[1] != value and repr(earlier[1]) != repr(value):  # NaN is not equal to itself
+                return (
+                    {},
+                    f"keeps {key} as {value} on rank {rank} and as {earlier[1]} on another, which are to be equal",
+                )
     return {"parameters": values, "others": others}, ""
 
 

@@ -90,8 +90,9 @@ def updated(
     for number in range(num_steps):
         if beside is None and _num_numbers(trial) <= MOST_NUMBERS:
             path.append([parameter.detach().clone() for parameter in trial.tried])
-        for index in others if beside is not None and beside.path else ():
-            trial.tried[index].data = beside.path[number][index].clone()
+        if beside is not None and beside.path:
+            for index in others:
+                trial.tried[index].data = beside.path[number][index].clone()
         for index in indices:
             slope = slopes[index] * (1 + 0.1 * number * (index + 1))
             trial.tried[index].grad = (slope * _SCALES[number % len(_SCALES)]).to(dtype)
