@@ -53,6 +53,13 @@ def test_a_draw_that_drops_an_adapter_is_refused_by_the_name_of_its_module():
         )
 
 
+def test_a_merged_adapter_is_a_reason_for_a_loss_without_a_gradient():
+    model = lokr()
+    model.merge_adapter()
+    with pytest.raises(InputError, match=r"the loss has no gradient: .* an adapter is merged .*unmerge_adapter\(\)"):
+        learned(model, [np.array([1, 2, 5, 6, 3]), np.array([5, 6, 7, 4])], packing="never", check=True)
+
+
 def test_a_tied_embedding_that_is_saved_with_an_adapter_has_as_many_labels_as_rows():
     options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)

@@ -207,3 +207,28 @@ def test_a_rank_without_parameters_of_one_kind_has_the_groups_of_the_other():
     assert list(map(id, group["params"])) == [id(vector)] == list(map(id, optimizer.state))
     assert group["lr"] == 0.05 and settings.base_lr == 0.4
     assert list(changed_values(optimizer)) == ["1"]
+
+
+def test_lists_with_a_value_for_each_parameter_go_with_it():
+    """As the names that optimizers of torch note; constants such as betas stay."""
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(2))]
+    names = {id(parameter): f"parameter {place}" for place, parameter in enumerate(parameters)}
+
+    def make(groups):
+        return Sgd([{**g, "names": [names[id(p)] for p in g["params"]], "betas": [0.5, 0.9]} for g in groups], print)
+
+    kinds = {"decaying": parameters[:2], "others": parameters[2:]}
+    optimizer = make_optimizer(settings_of(make), **kinds, leave_out={id(parameters[0]), id(parameters[2])})
+    first, second = optimizer.param_groups
+    assert (first["names"], second["names"]) == (["parameter 1"], [])
+    assert first["betas"] == second["betas"] == [0.5, 0.9]
+    assert changed_values(optimizer) == {"0": {}} and changed_values(optimizer, of_empty=True) == {"1": {}}
+
+
+def test_frozen_parameters_are_no_matter_to_optimizers_of_torch_and_refused_for_others():
+    trained, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    settings = settings_of(lambda groups: torch.optim.SGD([trained, frozen], lr=0.1))
+    optimizer = make_optimizer(settings, decaying=[trained], others=[])
+    assert [id(parameter) for parameter in optimizer.param_groups[0]["params"]] == [id(trained)]
+    with pytest.raises(InputError, match=r"takes 1 others, 1 of them frozen: .* Sgd may read frozen parameters"):
+        make_optimizer(settings_of(lambda groups: Sgd([trained, frozen], print)), decaying=[trained], others=[])

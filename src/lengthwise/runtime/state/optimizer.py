@@ -17,6 +17,9 @@ from lengthwise.runtime.state.parameter_groups import note_origins, plain_values
 HANDED_LR = float("1e-3")
 """The rate in the groups that a user's function gets where a function of the step gives the learning rate."""
 
+_MOST_CONSTANTS = 4
+"""Numbers of one constant, such as betas; a longer list in a group has one of each of as many parameters."""
+
 
 def make_optimizer(
     settings: OptimizerSettings,
@@ -192,18 +195,42 @@ def make_of_groups(
             "are summed over ranks and micro-batches after such hooks; let its step() do what they do, with p.grad, or "
             "register them before prepare, which compares what they make of gradients"
         )
+    leave_out = {*leave_out, *_frozen_of_torch(made)}
     taken = {id(parameter) for group in made.param_groups for parameter in group["params"]} - set(leave_out)
     if taken != expected:
-        raise InputError(
-            f"optimizer={settings.name} leaves out {len(expected - taken)} of the {len(expected)} parameters that "
-            f"it is given, and takes {len(taken - expected)} others: it is made of the parameters that are trained. "
-            "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
-        )
+        raise _other_parameters(settings, made, expected, taken)
     if settings.groups and (now := described_groups(made)) != settings.groups:
         raise _other_groups(settings, now)
-    note_origins(made, settings.base_lr)
+    empty = {position for position, group in enumerate(made.param_groups) if not group["params"]}
     _forget(made, leave_out)
+    note_origins(made, settings.base_lr, empty)
     return made
+
+
+def _frozen_of_torch(made: torch.optim.Optimizer) -> set[int]:
+    """Identities of frozen parameters that an optimizer of torch has, which it never updates."""
+    if not type(made).__module__.startswith("torch.optim."):
+        return set()  # it may read them
+    return {id(x) for group in made.param_groups for x in group["params"] if not x.requires_grad}
+
+
+def _other_parameters(
+    settings: OptimizerSettings, made: torch.optim.Optimizer, expected: Collection[int], taken: Collection[int]
+) -> InputError:
+    """The error for an optimizer that does not take what it is given; both are identities of parameters."""
+    others = {id(x): x for group in made.param_groups for x in group["params"] if id(x) in set(taken) - set(expected)}
+    frozen = sum(not x.requires_grad for x in others.values())
+    way_out = (
+        f"{type(made).__name__} may read frozen parameters in its step, which are not shared out over ranks as those "
+        "that are trained; give it those of its argument alone, or use an optimizer of each parameter by itself"
+        if frozen and frozen == len(others) and not set(expected) - set(taken)
+        else "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
+    )
+    return InputError(
+        f"optimizer={settings.name} leaves out {len(set(expected) - set(taken))} of the {len(expected)} parameters "
+        f"that it is given, and takes {len(others)} others{f', {frozen} of them frozen' if frozen else ''}: it is made "
+        f"of the parameters that are trained. {way_out}"
+    )
 
 
 def described_groups(made: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -224,7 +251,24 @@ def _other_groups(settings: OptimizerSettings, now: Sequence[str]) -> InputError
 
 def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:
     """Remove parameters from an optimizer. Groups stay, so that each has the same position on every rank."""
+    beside = _lists_beside_parameters(optimizer)
     for group in optimizer.param_groups:
         for parameter in [parameter for parameter in group["params"] if id(parameter) in identities]:
             optimizer.state.pop(parameter, None)
+        stay = [id(parameter) not in identities for parameter in group["params"]]
+        for name in beside:
+            group[name] = [value for value, stays in zip(group[name], stay) if stays]
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in identities]
+
+
+def _lists_beside_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of lists in all groups that have a value for each parameter, such as its name."""
+    groups = optimizer.param_groups
+    are_many = any(len(group["params"]) > _MOST_CONSTANTS for group in groups)
+    names = []
+    for name in groups[0].keys() - {"params"}:
+        values: list[Any] = [group.get(name) for group in groups]
+        if all(isinstance(x, list) and len(x) == len(group["params"]) for x, group in zip(values, groups)):
+            are_texts = all(isinstance(item, str) for x in values for item in x)
+            names += [name] * (are_many or are_texts)
+    return names

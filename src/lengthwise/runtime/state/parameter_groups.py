@@ -5,7 +5,7 @@ values, and so do checkpoints here. Constants, such as betas, are always those o
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,12 @@ class GroupOrigin:
         return self.lr * (lr / self.base_lr)
 
 
-def note_origins(optimizer: torch.optim.Optimizer, base_lr: float | None) -> None:
-    """Note in each group of a new optimizer what it is now."""
+def note_origins(optimizer: torch.optim.Optimizer, base_lr: float | None, empty: Collection[int] = ()) -> None:
+    """Note in each group of a new optimizer what it is now; ``empty``: positions of those made without parameters."""
     for position, group in enumerate(optimizer.param_groups):
         lr = _rate_of(group)
         group[ORIGIN] = GroupOrigin(
-            position=position, lr=lr, base_lr=base_lr, values=plain_values(group), is_empty=not group["params"]
+            position=position, lr=lr, base_lr=base_lr, values=plain_values(group), is_empty=position in empty
         )
     note_rates(optimizer)
 
