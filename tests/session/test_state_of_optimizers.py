@@ -48,6 +48,29 @@ class BySize(torch.optim.Optimizer):
         return sum(entry["of"] for entry in state["history"]) + 0.1 * (parameter - state["master"]) + momentum
 
 
+class Counts(torch.optim.SGD):
+    """Counts its steps in an attribute, of which its own ``state_dict`` tells."""
+
+    def __init__(self, groups):
+        super().__init__(groups, lr=0.1, momentum=0.5)
+        self.num_steps = 0
+
+    def state_dict(self):
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict):
+        own = dict(state_dict)
+        self.num_steps = own.pop("num_steps")
+        super().load_state_dict(own)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_steps += 1
+        super().step()
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            parameter.mul_(1 - 0.01 * self.num_steps)
+
+
 class KeepsASet(torch.optim.SGD):
     """Keeps of large parameters what no checkpoint has."""
 
@@ -59,10 +82,13 @@ class KeepsASet(torch.optim.SGD):
                     self.state[parameter]["kinds"] = {"large"}
 
 
-@pytest.mark.parametrize(("first", "second"), [(1, 1), (2, 1), pytest.param(1, 3, marks=pytest.mark.deep)])
-def test_what_a_trial_does_not_see_is_there_after_a_resume(ranks, first, second, tmp_path):
-    losses, weights = loop_on_one_device(BySize, weight_decay=None)
-    options = OWN | {"optimizer": BySize}
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [(BySize, 1, 1), (BySize, 2, 1), pytest.param(BySize, 1, 3, marks=pytest.mark.deep), (Counts, 2, 1)],
+)
+def test_what_a_trial_does_not_see_is_there_after_a_resume(ranks, kind, first, second, tmp_path):
+    losses, weights = loop_on_one_device(kind, weight_decay=None)
+    options = OWN | {"optimizer": kind}
     before = ranks(first).run(train_in_parts, tmp_path, first=True, last=2, options=options)[0]
     after = ranks(second).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options)[0]
     np.testing.assert_allclose(before[0] + after[0], losses, rtol=EXACT)

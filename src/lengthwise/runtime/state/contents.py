@@ -7,7 +7,7 @@ says which a parameter has (:mod:`lengthwise.runtime.state.optimizer_values`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lengthwise.core.layout import fully_sharded
 from lengthwise.runtime.state.optimizer import step_state
-from lengthwise.runtime.state.optimizer_values import DescribedState, describe, restored, tensor_names
+from lengthwise.runtime.state.optimizer_values import (
+    DescribedState,
+    describe,
+    described_attributes,
+    no_tensor,
+    restore_attributes,
+    restored,
+    tensor_names,
+)
 from lengthwise.runtime.state.owned_segments import Segment
 from lengthwise.runtime.state.sharded import ShardedState
 
@@ -67,7 +75,8 @@ def described_state(state: ShardedState) -> DescribedState:
     if state.settings.make is None or state.optimizer is None:
         return DescribedState()
     names = {id(segment.parameter): segment.name for segment in state.owned.all}
-    return describe(state.optimizer.state, names, state.master.device)
+    described = describe(state.optimizer.state, names, state.master.device)
+    return replace(described, attributes=described_attributes(state.optimizer))
 
 
 def room_for(
@@ -110,9 +119,10 @@ def restore(
     ``state.unused`` says which parameters had less; ``described``: as :func:`room_for` takes it.
     """
     if state.optimizer is not None:
+        restore_attributes(state.optimizer, () if described is None else described.get("attributes", ()))
         state.optimizer.state.clear()
         for key, value in () if described is None else described["others"]:
-            state.optimizer.state[restored(key, _no_tensor)] = restored(value, _no_tensor)
+            state.optimizer.state[restored(key, no_tensor)] = restored(value, no_tensor)
     state.owned.separate(state.unused.times_left_out)
     for part, segments in _by_part(state).items():
         position = 0
@@ -154,10 +164,6 @@ def _restore_described(
 
     assert state.optimizer is not None, "a rank with segments has an optimizer"
     state.optimizer.state[segment.parameter] = restored(described[segment.name], tensor_of)
-
-
-def _no_tensor(name: str, home: str | None) -> Tensor:
-    raise AssertionError(f"{name} is of no parameter, and has no tensors")
 
 
 def _kinds(state: ShardedState) -> tuple[str, ...]:

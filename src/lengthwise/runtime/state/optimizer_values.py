@@ -5,6 +5,7 @@ ones, or begin an average late. So the state is described as it is when it is sa
 parameter has exactly the same entries after a resume: an optimizer may ask ``if "average" not in state``.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lengthwise.core.errors import InputError
+
+_log = logging.getLogger("lengthwise")
 _SEQUENCES = {"tuple": tuple, "list": list, "size": torch.Size}
 _KEEPS = (
     "checkpoints keep tensors, numbers, texts, None, and tuples, lists and dictionaries of such; use an optimizer that "
@@ -31,6 +35,8 @@ class DescribedState:
     """By parameter: what it has, for JSON; tensors are named there."""
     others: list[Any] = field(default_factory=list)
     """Pairs of a key and a value of what is of no parameter, for JSON."""
+    attributes: list[Any] = field(default_factory=list)
+    """Pairs of a key and a value of what its own ``state_dict`` has beside state and groups, for JSON."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """By ``<name>/<parameter>``."""
     problem: str = ""
@@ -39,7 +45,7 @@ class DescribedState:
     @property
     def document(self) -> dict[str, Any]:
         """The part for JSON."""
-        return {"parameters": self.values, "others": self.others}
+        return {"parameters": self.values, "others": self.others, "attributes": self.attributes}
 
 
 def describe(state: Mapping[Any, Any], names: Mapping[int, str], device: torch.device) -> DescribedState:
@@ -67,21 +73,76 @@ def describe(state: Mapping[Any, Any], names: Mapping[int, str], device: torch.d
     return DescribedState(values=values, others=others, tensors=tensors)
 
 
+def described_attributes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an optimizer with ``state_dict`` and ``load_state_dict`` of its own has there beside state and groups.
+
+    Pairs of a key and a value for JSON. What is of another kind is left out, with a warning.
+    """
+    if not keeps_attributes(optimizer):
+        return []
+    pairs = []
+    for key, value in optimizer.state_dict().items():
+        if key in ("state", "param_groups"):
+            continue
+        try:
+            pairs.append([key, _Writer(None).encoded(value, (key,))])
+        except UnsavedKindError as error:
+            _log.warning("state_dict() of %s has %s, which checkpoints do not keep", type(optimizer).__name__, error)
+    return pairs
+
+
+def restore_attributes(optimizer: torch.optim.Optimizer, pairs: Sequence[Any]) -> None:
+    """Let ``load_state_dict`` of an optimizer restore what :func:`described_attributes` gave, and nothing else.
+
+    Raises:
+        InputError: it cannot.
+    """
+    if not pairs or not keeps_attributes(optimizer):
+        return
+    groups, state = optimizer.param_groups, optimizer.state
+    try:
+        optimizer.load_state_dict(
+            {**optimizer.state_dict(), **{key: restored(value, no_tensor) for key, value in pairs}}
+        )
+    except Exception as error:
+        raise InputError(
+            f"load_state_dict of {type(optimizer).__name__} does not take what its state_dict gave when the checkpoint "
+            f"was saved ({type(error).__name__}: {error}); let it, or leave both as they are in torch.optim.Optimizer"
+        ) from error
+    finally:
+        optimizer.param_groups, optimizer.state = groups, state
+
+
+def keeps_attributes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a class has ``state_dict`` and ``load_state_dict`` of its own."""
+    kind, names = type(optimizer), ("state_dict", "load_state_dict")
+    return all(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in names)
+
+
+def no_tensor(name: str, home: str | None) -> Tensor:
+    """No tensor, as what is described is of no parameter."""
+    raise AssertionError(f"{name} is of no parameter, and has no tensors")
+
+
 def merged(documents: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], str]:
     """What all ranks describe, as one document, and what is wrong with it or ""."""
     values = {name: value for document in documents for name, value in document["parameters"].items()}
-    others: list[Any] = []
-    for rank, document in enumerate(documents):
-        for key, value in document["others"]:
-            earlier = next((pair for pair in others if pair[0] == key), None)
+    others, problem = _merged_pairs([document["others"] for document in documents])
+    attributes, of_attributes = _merged_pairs([document["attributes"] for document in documents])
+    return {"parameters": values, "others": others, "attributes": attributes}, problem or of_attributes
+
+
+def _merged_pairs(pairs_of_ranks: Sequence[Sequence[Any]]) -> tuple[list[Any], str]:
+    """Pairs of keys and values of all ranks, and which key has two values, in words, or ""."""
+    pairs: list[Any] = []
+    for rank, of_rank in enumerate(pairs_of_ranks):
+        for key, value in of_rank:
+            earlier = next((pair for pair in pairs if pair[0] == key), None)
             if earlier is None:
-                others.append([key, value])
+                pairs.append([key, value])
             elif earlier[1] != value and repr(earlier[1]) != repr(value):  # NaN is not equal to itself
-                return (
-                    {},
-                    f"keeps {key} as {value} on rank {rank} and as {earlier[1]} on another, which are to be equal",
-                )
-    return {"parameters": values, "others": others}, ""
+                return [], f"keeps {key} as {value} on rank {rank} and as {earlier[1]} on another; let it be the same"
+    return pairs, ""
 
 
 def tensor_names(value: Any) -> list[str]:
