@@ -242,7 +242,7 @@ def test_a_constant_that_is_said_twice_is_refused(options, message):
 def made_of_words(groups):
     optimizer = torch.optim.SGD(groups, lr=0.1)
     optimizer.register_step_post_hook(
-        lambda optimizer, args, kwargs: optimizer.state[optimizer.param_groups[0]["params"][0]].update(seen="three")
+        lambda optimizer, args, kwargs: optimizer.state[optimizer.param_groups[0]["params"][0]].update(seen={"three"})
     )
     return optimizer
 
@@ -252,7 +252,7 @@ def made_of_words(groups):
     [
         (torch.optim.LBFGS, "cannot be made of parameter groups.*LBFGS doesn't support per-parameter options"),
         (lambda groups: None, "makes a NoneType, which is no torch.optim.Optimizer"),
-        (made_of_words, "keeps seen as a str, and checkpoints keep tensors and numbers"),
+        (made_of_words, "keeps seen as a set, and checkpoints keep tensors, numbers"),
         ("adamm", "did you mean adamw|Input should be"),
         (torch.optim.SGD([torch.zeros(1)]), r"optimizer: SGD is made already, .*functools.partial\(SGD, ...\)"),
         (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 26 of the 41 parameters .*, and takes 0 others"),

@@ -43,6 +43,9 @@ class OptimizerSettings:
     """The constants of each group that ``make`` makes of all parameters, as a trial says; an empty tuple: unknown."""
     empty_groups: tuple[int, ...] = ()
     """Positions of the groups that ``make`` makes without any of the parameters that it is given."""
+    hides_empty_groups: bool = False
+    """Whether it does not step with groups without parameters, as ranks have that update none of a group; they are
+    taken out of it while it steps."""
     loss_scale: float | None = None
     """The first scale of the loss; None: 65,536 where a model computes in float16, else losses are not scaled."""
     loss_scale_window: int = 2000

@@ -253,7 +253,7 @@ def _learn(
             collator=make_collator(
                 wrapped_model, chosen, sequences, has_lengths_of_corpus=calls is ComparedCalls.AT_LENGTHS_OF_CORPUS
             ),
-            optimizer=tried_optimizer(chosen.optimizer_settings, wrapped_model),
+            optimizer=tried_optimizer(chosen.optimizer_settings, wrapped_model, world.size),
             seed=chosen.seed,
             by_layer=chosen.weights == "by-layer",
             state_on_host=is_on_host(chosen.offload_state),

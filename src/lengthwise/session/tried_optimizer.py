@@ -12,13 +12,14 @@ from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 _log = logging.getLogger("lengthwise")
 
 
-def tried_optimizer(settings: OptimizerSettings, wrapped_model: WrappedModel) -> OptimizerSettings:
+def tried_optimizer(settings: OptimizerSettings, wrapped_model: WrappedModel, num_ranks: int) -> OptimizerSettings:
     """The settings with what a trial says of an optimizer of the user's; raises ``InputError`` if it cannot be used.
 
     Parameters that FSDP2 shards can have no other values for a while; small ones are tried in their place.
     """
     is_sharded = bool(fsdp_modules(wrapped_model.model))
-    return after_trial(settings, () if is_sharded else tuple(wrapped_model.structure.parameters.values()))
+    parameters = () if is_sharded else tuple(wrapped_model.structure.parameters.values())
+    return after_trial(settings, parameters, num_ranks=num_ranks)
 
 
 def warn_of_empty_groups(prepared: PreparedModel) -> None:

@@ -16,6 +16,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     candidates,
     digest_of,
     latest,
+    outlook,
     point_to_best,
     publish,
     read_state,
@@ -273,3 +274,9 @@ def test_best_names_the_checkpoint_of_the_lowest_loss_whatever_it_named_before(t
     assert best_of(tmp_path) is None, "its checkpoint is gone, and no other is the best"
     point_to_best(tmp_path, None)
     assert best_of(tmp_path) is None
+
+
+def test_a_file_in_the_place_of_a_folder_is_told_of(tmp_path):
+    (tmp_path / "run").touch()
+    assert outlook(tmp_path / "run" / "checkpoints") == f"{tmp_path / 'run'} is no folder, but a file"
+    assert outlook(tmp_path / "gone" / "checkpoints").endswith("gone is gone, and its checkpoints with it")

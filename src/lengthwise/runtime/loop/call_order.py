@@ -42,6 +42,7 @@ class RankOperation(IntEnum):
     CALLBACKS = 12
     GATHER = 13
     WRITE = 14
+    MODE = 15
 
     @property
     def call(self) -> str:
@@ -56,6 +57,7 @@ class RankOperation(IntEnum):
             RankOperation.COUPLE: "end of the forwards of a step",
             RankOperation.CLOSE: "run.close()",
             RankOperation.COMPARE: "run.compare()",
+            RankOperation.MODE: "optimizer.eval() or train()",
             RankOperation.CALLBACKS: "end of the callbacks",
             RankOperation.GATHER: "gathering of values",
             RankOperation.WRITE: "save of the model",
@@ -79,6 +81,7 @@ class RankOperation(IntEnum):
             RankOperation.CALLBACKS: f"ended its callbacks before step {step}",
             RankOperation.GATHER: f"gathered values before step {step}",
             RankOperation.WRITE: f"saved the model before step {step}",
+            RankOperation.MODE: f"called eval() or train() of the optimizer before step {step}",
         }[self]
 
 

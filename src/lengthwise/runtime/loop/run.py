@@ -336,13 +336,14 @@ class Run(WatchedModel):
         self.log_on_first_rank("saved step %d: %s", self.next_step, path)
         return path
 
-    def _come_between_steps(self, call: str, *, may_leave: bool = True) -> None:
+    def _come_between_steps(self, call: str, *, may_leave: bool = True, leaves: bool = True) -> None:
         """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed."""
         step = self._step
         is_next = not (may_leave or step is None or step.has_begun)
         if step is not None and not step.is_over and (step.is_being_computed or step.is_computed or is_next):
             raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
-        self._leave_unfinished(call)
+        if leaves:
+            self._leave_unfinished(call)
 
     @errors_spelt(as_option)
     def resume(self, path: Path | str) -> int:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Self
 
 from torch import nn
@@ -19,6 +20,7 @@ from lengthwise.runtime.loop.foreign_optimizers import ForeignOptimizers
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.loop_gradients import LoopGradients
 from lengthwise.runtime.loop.manual_changes import inspect_weights
+from lengthwise.runtime.loop.optimizer_methods import OptimizerMethods
 from lengthwise.runtime.loop.planned_pipelines import check_executable, check_pack_sizes
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.slice_limits import slice_problem
@@ -62,6 +64,8 @@ class WatchedModel(PreparedModel):
             state.optimizer if isinstance(state, Fsdp2State) else None,
             allowed=lambda: wrapped_model.is_plain,
         )
+        if isinstance(state, ShardedState):
+            OptimizerMethods(self, state, partial(self._come_between_steps, leaves=False))
         self._changed_settings: dict[str, str] = {}
         """What has changed since packs were compared, in words, by name."""
         self._last_failure, self._is_closed = "", False
@@ -178,14 +182,22 @@ class WatchedModel(PreparedModel):
         self.meet()
         return super().frozen(model, layers=layers, check=check)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the model was given back."""
+        return self._is_closed
+
     def check_open(self, call: str) -> None:
         """Raise ``CheckError`` if the run is closed."""
         if self._is_closed:
             message = f"{call} after run.close(), which gave the model back; call it before, or prepare it again"
             raise CheckError(self.world.departures[0] if self.world.departures else message)
 
-    def _come_between_steps(self, call: str, *, may_leave: bool = True) -> None:
-        """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed."""
+    def _come_between_steps(self, call: str, *, may_leave: bool = True, leaves: bool = True) -> None:
+        """Leave a step that an error ended, or that has not begun; raise ``CheckError`` if one is being computed.
+
+        ``leaves``: whether such a step is left, or goes on after the call.
+        """
         raise NotImplementedError
 
     def _compare_changed(self, step: int) -> None:

@@ -87,7 +87,8 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
             reader = Reader(checkpoint, document["files"])
             saved = reader.metadata.state_dict_metadata
             kinds = {name: (tensor.size, tensor.properties.dtype) for name, tensor in saved.items()}  # type: ignore[union-attr]
-            room = room_for(state, kinds)
+            described = document["optimizer"].get("state")  # older checkpoints have none, as those of torch's have
+            room = room_for(state, kinds, described)
             tensors = {name: content.on(group.mesh) for name, content in room.items()}
             dcp.load(tensors, storage_reader=reader, process_group=group.handle)
     finally:
@@ -99,7 +100,7 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
         state.loss_scaler.load_state_dict(scaled)
     num_left_out = len(document.get("skipped", ())) + (scaled["num_skipped"] if scaled else 0)
     state.unused.load_state_dict(document.get("unused_parameters", {}))  # nor do they have these
-    restore(state, room, document["step"] - num_left_out)
+    restore(state, room, document["step"] - num_left_out, described)
     state.saved_steps[checkpoint.parent.resolve()] = steps_up_to(checkpoint, document)
     restore_values(state.optimizer, document["optimizer"].get("groups", {}))  # older checkpoints have none
     return document

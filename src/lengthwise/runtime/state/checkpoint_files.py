@@ -221,7 +221,8 @@ def outlook(folder: Path, *, is_of_run: bool = True) -> str:
     except OSError as error:
         return f"which checkpoints are safe cannot be told ({reason(error)})"
     if not is_there:
-        return f"{folder.parent} is gone, and its checkpoints with it"
+        is_file = folder.parent.exists()
+        return f"{folder.parent} is {'no folder, but a file' if is_file else 'gone, and its checkpoints with it'}"
     if not complete:
         return "no checkpoint is complete yet, so that there is nothing to go on from"
     way_on = f"with: lengthwise train --resume {shell_word(folder.parent)}" if is_of_run else "from it with resume()"

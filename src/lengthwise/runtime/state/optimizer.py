@@ -1,6 +1,7 @@
 """The optimizers of torch on what a rank owns, and which of their state a checkpoint keeps."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -15,6 +16,9 @@ from lengthwise.runtime.state.parameter_groups import note_origins, plain_values
 
 HANDED_LR = float("1e-3")
 """The rate in the groups that a user's function gets where a function of the step gives the learning rate."""
+
+_MOST_CONSTANTS = 4
+"""Numbers of one constant, such as betas; a longer list in a group has one of each of as many parameters."""
 
 
 def make_optimizer(
@@ -43,7 +47,7 @@ def make_optimizer(
         return None
     if settings.make is not None:
         made = make_of_both_kinds(settings, decaying, others, leave_out=leave_out)
-        return made if any(group["params"] for group in made.param_groups) else None
+        return made if has_parameters(made) else None
     if settings.name == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
@@ -79,15 +83,16 @@ class TwoOptimizers(torch.optim.Optimizer):
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
         super().__init__([*first.param_groups, *second.param_groups], {})  # the same dictionaries
-        self._parts = (first, second)
-        for part in self._parts:
+        self.parts = (first, second)
+        for part in self.parts:
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each of the two update its parameters."""
+        """Let each of the two update its parameters, if it has any."""
         assert closure is None, "gradients are there"
-        for part in self._parts:
-            part.step()
+        for part in self.parts:
+            if has_parameters(part):
+                part.step()
 
 
 def _made_of_two(
@@ -99,15 +104,41 @@ def _made_of_two(
 ) -> torch.optim.Optimizer | None:
     """The user's optimizer of the matrices of layers, and AdamW of all else."""
     matrices = [x for x in decaying if x.dim() == 2 and id(x) not in outer]
-    rest = [x for x in decaying if (x.dim() != 2 or id(x) in outer) and id(x) not in leave_out]
-    groups = _groups((rest, settings.weight_decay), ([x for x in others if id(x) not in leave_out], 0.0))
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps) if groups else None
-    if not matrices:
-        return adamw
-    made = make_of_groups(settings, (matrices, settings.weight_decay), leave_out=leave_out)
-    if not any(group["params"] for group in made.param_groups):
-        return adamw
-    return made if adamw is None else TwoOptimizers(made, adamw)
+    rest = [x for x in decaying if x.dim() != 2 or id(x) in outer]
+    groups = _groups((rest, settings.weight_decay), (others, 0.0))
+    both: torch.optim.Optimizer | None = None
+    if groups:
+        both = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+        _forget(both, leave_out)
+    if matrices:
+        made = make_of_groups(settings, (matrices, settings.weight_decay), leave_out=leave_out)
+        both = made if both is None else TwoOptimizers(made, both)
+    return both if both is not None and has_parameters(both) else None
+
+
+def has_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any group has a parameter."""
+    return any(group["params"] for group in optimizer.param_groups)
+
+
+@contextmanager
+def without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within, an optimizer does not see its groups without parameters."""
+    parts = optimizer.parts if isinstance(optimizer, TwoOptimizers) else (optimizer,)
+    before = [list(part.param_groups) for part in parts]
+    for part in parts:
+        part.param_groups[:] = [group for group in part.param_groups if group["params"]]
+    try:
+        yield
+    finally:
+        for part, groups in zip(parts, before):
+            part.param_groups[:] = groups
+
+
+def step_once(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """Let a user's optimizer step, with its empty groups if it can."""
+    with without_empty_groups(optimizer) if settings.hides_empty_groups else nullcontext():
+        optimizer.step()
 
 
 def make_of_both_kinds(
@@ -164,18 +195,42 @@ def make_of_groups(
             "are summed over ranks and micro-batches after such hooks; let its step() do what they do, with p.grad, or "
             "register them before prepare, which compares what they make of gradients"
         )
+    leave_out = {*leave_out, *_frozen_of_torch(made)}
     taken = {id(parameter) for group in made.param_groups for parameter in group["params"]} - set(leave_out)
     if taken != expected:
-        raise InputError(
-            f"optimizer={settings.name} leaves out {len(expected - taken)} of the {len(expected)} parameters that "
-            f"it is given, and takes {len(taken - expected)} others: it is made of the parameters that are trained. "
-            "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
-        )
+        raise _other_parameters(settings, made, expected, taken)
     if settings.groups and (now := described_groups(made)) != settings.groups:
         raise _other_groups(settings, now)
-    note_origins(made, settings.base_lr)
+    empty = {position for position, group in enumerate(made.param_groups) if not group["params"]}
     _forget(made, leave_out)
+    note_origins(made, settings.base_lr, empty)
     return made
+
+
+def _frozen_of_torch(made: torch.optim.Optimizer) -> set[int]:
+    """Identities of frozen parameters that an optimizer of torch has, which it never updates."""
+    if not type(made).__module__.startswith("torch.optim."):
+        return set()  # it may read them
+    return {id(x) for group in made.param_groups for x in group["params"] if not x.requires_grad}
+
+
+def _other_parameters(
+    settings: OptimizerSettings, made: torch.optim.Optimizer, expected: Collection[int], taken: Collection[int]
+) -> InputError:
+    """The error for an optimizer that does not take what it is given; both are identities of parameters."""
+    others = {id(x): x for group in made.param_groups for x in group["params"] if id(x) in set(taken) - set(expected)}
+    frozen = sum(not x.requires_grad for x in others.values())
+    way_out = (
+        f"{type(made).__name__} may read frozen parameters in its step, which are not shared out over ranks as those "
+        "that are trained; give it those of its argument alone, or use an optimizer of each parameter by itself"
+        if frozen and frozen == len(others) and not set(expected) - set(taken)
+        else "Let it take exactly the parameters of its argument, and freeze what is not trained before prepare"
+    )
+    return InputError(
+        f"optimizer={settings.name} leaves out {len(set(expected) - set(taken))} of the {len(expected)} parameters "
+        f"that it is given, and takes {len(others)} others{f', {frozen} of them frozen' if frozen else ''}: it is made "
+        f"of the parameters that are trained. {way_out}"
+    )
 
 
 def described_groups(made: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -195,10 +250,25 @@ def _other_groups(settings: OptimizerSettings, now: Sequence[str]) -> InputError
 
 
 def _forget(optimizer: torch.optim.Optimizer, identities: Collection[int]) -> None:
-    """Remove parameters from an optimizer, and the groups that have no others."""
+    """Remove parameters from an optimizer. Groups stay, so that each has the same position on every rank."""
+    beside = _lists_beside_parameters(optimizer)
     for group in optimizer.param_groups:
         for parameter in [parameter for parameter in group["params"] if id(parameter) in identities]:
             optimizer.state.pop(parameter, None)
+        stay = [id(parameter) not in identities for parameter in group["params"]]
+        for name in beside:
+            group[name] = [value for value, stays in zip(group[name], stay) if stays]
         group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in identities]
-    if identities:
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def _lists_beside_parameters(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of lists in all groups that have a value for each parameter, such as its name."""
+    groups = optimizer.param_groups
+    are_many = any(len(group["params"]) > _MOST_CONSTANTS for group in groups)
+    names = []
+    for name in groups[0].keys() - {"params"}:
+        values: list[Any] = [group.get(name) for group in groups]
+        if all(isinstance(x, list) and len(x) == len(group["params"]) for x, group in zip(values, groups)):
+            are_texts = all(isinstance(item, str) for x in values for item in x)
+            names += [name] * (are_many or are_texts)
+    return names

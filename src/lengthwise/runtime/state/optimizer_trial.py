@@ -6,7 +6,7 @@ parameter depends on others. Then ranks, which update different parameters, woul
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,30 +15,36 @@ from torch import Tensor, nn
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.borrowed_parameters import as_they_were
+from lengthwise.runtime.state.coupling_trial import coupling_of_kinds, coupling_of_pairs
 from lengthwise.runtime.state.optimizer import (
     described_groups,
     is_of_torch,
     make_of_both_kinds,
     make_of_groups,
-    make_optimizer,
+    step_once,
 )
 from lengthwise.runtime.state.optimizer_constants import check_weight_decay, with_base_lr
-from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain, set_learning_rate
+from lengthwise.runtime.state.optimizer_values import describe
+from lengthwise.runtime.state.parameter_groups import ORIGIN, changed_values, is_plain
 from lengthwise.runtime.state.trial_parameters import TrialParameters
+from lengthwise.runtime.state.trial_updates import (
+    Updates,
+    made_of,
+    num_steps_of,
+    set_rate,
+    step,
+    updated,
+    updated_together,
+)
 
-_TRIAL_LR = 1e-3
-"""The learning rate where none is said yet."""
-_SCALES = (1e-3, 1.0, 1e3)
-"""Of the gradients of one step after another: limits of a norm leave small gradients as they are."""
-_NUM_STEPS = 12
-_SAME_UPDATE = 1e-6
-"""The difference between two updates, as a share of the largest change, that rounding may make."""
 
-
-def after_trial(settings: OptimizerSettings, parameters: Sequence[nn.Parameter] = ()) -> OptimizerSettings:
+def after_trial(
+    settings: OptimizerSettings, parameters: Sequence[nn.Parameter] = (), *, num_ranks: int = 1
+) -> OptimizerSettings:
     """The settings with what a trial says of an optimizer of the user's.
 
-    ``parameters``: those that it is to train, which are as before afterwards; none: the trial has some of its own.
+    ``parameters``: those that it is to train, which are as before afterwards; none: the trial has some of its own. On
+    several ranks neighbours among them are tried as well, for what two have to do with one another.
 
     Raises:
         InputError: it cannot be made or used, keeps what checkpoints cannot, or says another rate or weight decay than
@@ -50,15 +56,17 @@ def after_trial(settings: OptimizerSettings, parameters: Sequence[nn.Parameter] 
     with _same_noise(), as_they_were(trial.all):
         settings, groups = _as_made(settings, trial)
         with trial.lent():
-            first = _updates_or_error(settings, trial)
-        if isinstance(first, OptimizerSettings):
-            return replace(first, groups=groups)
-        trial.keep_shapes()  # its step may have tensors of the model's shapes
-        with trial.lent():
-            second = _updates_or_error(settings, trial)
-        if isinstance(second, OptimizerSettings):
-            return replace(second, groups=groups)
-        raise first
+            first = outcome = _updates_or_error(settings, trial)
+        if isinstance(first, InputError):
+            trial.keep_shapes()  # its step may have tensors of the model's shapes
+            with trial.lent():
+                outcome = _updates_or_error(settings, trial)
+        if isinstance(outcome, InputError):
+            assert isinstance(first, InputError)
+            raise first
+        if num_ranks > 1 and not outcome.coupling and trial.are_of_model and not is_of_torch(settings.make):
+            outcome = _after_pairs(outcome, trial)
+        return replace(outcome, groups=groups)
 
 
 def check_coupling(settings: OptimizerSettings, num_ranks: int) -> None:
@@ -78,15 +86,6 @@ def lr_function(lr: float | Callable[[int], float], settings: OptimizerSettings)
         return lr
     rate = lr if settings.asked_lr is not None or settings.base_lr is None else settings.base_lr
     return lambda step: rate
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Updates:
-    """Values of parameters after the steps of a trial, and the optimizer that updated them."""
-
-    values: list[Tensor]
-    changes: list[Tensor]
-    optimizer: torch.optim.Optimizer
 
 
 def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[OptimizerSettings, tuple[str, ...]]:
@@ -110,25 +109,42 @@ def _as_made(settings: OptimizerSettings, trial: TrialParameters) -> tuple[Optim
         trial.choose_kinds()
     check_weight_decay(settings, made)
     parts = made.param_groups if groups else ()
-    empty = tuple(position for position, group in enumerate(parts) if not group["params"])
+    empty = tuple(position for position, group in enumerate(parts) if group[ORIGIN].is_empty)
     return replace(with_base_lr(settings, made), empty_groups=empty), groups
 
 
 def _updates_or_error(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings | InputError:
-    """The settings after updates, or why there are none."""
-    try:
-        return _after_updates(settings, trial)
-    except InputError as error:
-        return error
+    """The settings after updates, or why there are none; with empty groups, or without if that goes better."""
+    outcomes: list[OptimizerSettings | InputError] = []
+    for hides in (False, True):
+        try:
+            outcomes.append(_after_updates(replace(settings, hides_empty_groups=hides), trial))
+        except InputError as error:
+            outcomes.append(error)
+        if isinstance(outcomes[-1], OptimizerSettings) and not outcomes[-1].coupling:
+            return outcomes[-1]
+    return next((outcome for outcome in outcomes if isinstance(outcome, OptimizerSettings)), outcomes[0])
+
+
+def _after_pairs(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings:
+    """The settings with what updates of neighbouring parameters of the model say of the optimizer."""
+    neighbours = trial.of_layers()
+    with neighbours.lent():
+        coupling = coupling_of_pairs(settings, neighbours)
+    if coupling is None and neighbours.keep_shapes_if_small():  # its step may have tensors of the model's shapes
+        with neighbours.lent():
+            coupling = coupling_of_pairs(settings, neighbours)
+    return replace(settings, coupling=coupling or "")
 
 
 def _after_updates(settings: OptimizerSettings, trial: TrialParameters) -> OptimizerSettings:
     """The settings with what updates of a matrix and a vector, and then of more, say of the optimizer."""
+    num_steps = num_steps_of(trial)
     try:
         optimizer = _of_ones(settings, trial)
         _set_gradients(optimizer)
-        _step(settings, optimizer)
-        together = _updated_together(settings, trial)
+        step(settings, optimizer)
+        together = updated_together(settings, trial, num_steps=num_steps)
     except Exception as error:
         raise InputError(
             f"optimizer={settings.name} cannot be stepped without arguments: {type(error).__name__}: {error}"
@@ -136,22 +152,14 @@ def _after_updates(settings: OptimizerSettings, trial: TrialParameters) -> Optim
     settings = _with_state(settings, (optimizer, together.optimizer))
     _check_groups(settings, trial)
     _check_decays(settings, trial, together)
-    return replace(settings, coupling=_coupling(settings, trial, together))
-
-
-def _made_of(settings: OptimizerSettings, trial: TrialParameters, indices: Sequence[int]) -> torch.optim.Optimizer:
-    """An optimizer of all parameters that forgets all but those of ``indices``."""
-    left_out = trial.all_but(indices)
-    optimizer = make_optimizer(settings, decaying=trial.decaying, others=trial.others, leave_out=left_out)
-    assert optimizer is not None, "there are parameters"
-    return optimizer
+    return replace(settings, coupling=coupling_of_kinds(settings, trial, together, num_steps))
 
 
 def _of_ones(settings: OptimizerSettings, trial: TrialParameters) -> torch.optim.Optimizer:
     """An optimizer of one parameter of each number of dimensions, whose values and gradients are 1."""
     firsts = {len(trial.shapes[index]): index for index in reversed(range(len(trial.tried)))}
     trial.set_values({index: torch.ones(trial.shapes[index]) for index in firsts.values()})
-    return _made_of(settings, trial, list(firsts.values()))
+    return made_of(settings, trial, list(firsts.values()))
 
 
 def _set_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -169,61 +177,18 @@ def _takes(settings: OptimizerSettings, parameter: nn.Parameter) -> bool:
     return True
 
 
-def _step(settings: OptimizerSettings, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer step once, with a learning rate."""
-    set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
-    optimizer.step()
-
-
-def _updated(
-    settings: OptimizerSettings,
-    trial: TrialParameters,
-    indices: Sequence[int],
-    *,
-    seed: int = 0,
-    decays: bool = True,
-    dtype: torch.dtype,
-) -> _Updates:
-    """The parameters of ``indices`` after the steps of a trial by an optimizer of these alone."""
-    numbers = torch.Generator().manual_seed(1)
-    starts = [torch.rand(shape, generator=numbers, dtype=torch.float64) + 0.5 for shape in trial.shapes]
-    slopes = [torch.rand(shape, generator=numbers, dtype=torch.float64) - 0.3 for shape in trial.shapes]
-    trial.set_values({index: starts[index].to(dtype, copy=True) for index in indices})
-    torch.default_generator.manual_seed(seed)
-    optimizer = _made_of(settings, trial, indices)
-    for group in () if decays else optimizer.param_groups:
-        if ORIGIN in group:
-            group["weight_decay"] = 0.0
-    for step in range(_NUM_STEPS):
-        for index in indices:
-            slope = slopes[index] * (1 + 0.1 * step * (index + 1))
-            trial.tried[index].grad = (slope * _SCALES[step % len(_SCALES)]).to(dtype)
-        _step(settings, optimizer)
-    values = [trial.tried[index].detach().clone() for index in indices]
-    changes = [value - starts[index].to(dtype) for index, value in zip(indices, values)]
-    return _Updates(values=values, changes=changes, optimizer=optimizer)
-
-
-def _updated_together(settings: OptimizerSettings, trial: TrialParameters) -> _Updates:
-    """The updates of all parameters at once, in float64 or, by an optimizer that cannot, in float32."""
-    everyone = range(len(trial.tried))
-    try:
-        return _updated(settings, trial, everyone, dtype=torch.float64)
-    except Exception:
-        return _updated(settings, trial, everyone, dtype=torch.float32)
-
-
 def _with_state(settings: OptimizerSettings, optimizers: Sequence[torch.optim.Optimizer]) -> OptimizerSettings:
-    """The settings with what checkpoints have to keep of optimizers that have stepped."""
-    states = [state for stepped in optimizers for state in stepped.state.values()]
-    values = [item for state in states for item in state.items() if item[1] is not None]
-    for name, value in values:
-        if isinstance(value, (int, float)) or (type(value) in (Tensor, nn.Parameter) and not value.is_complex()):
-            continue
-        raise InputError(
-            f"optimizer={settings.name} keeps {name} as a {type(value).__name__}, and checkpoints keep tensors and "
-            "numbers; use an optimizer that keeps such alone"
-        )
+    """The settings with the names of what optimizers keep that have stepped, as far as the trial sees it.
+
+    Checkpoints have what there is when they are saved.
+    """
+    for stepped in optimizers:
+        parameters = [parameter for group in stepped.param_groups for parameter in group["params"]]
+        described = describe(stepped.state, {id(x): str(n) for n, x in enumerate(parameters)}, torch.device("cpu"))
+        if described.problem:
+            raise InputError(f"optimizer={settings.name} {described.problem}")
+    states = [state for stepped in optimizers for state in stepped.state.values() if isinstance(state, dict)]
+    values = [(str(name), value) for state in states for name, value in state.items() if value is not None]
     names = tuple(dict.fromkeys(name for name, _ in values))
     numbers = tuple(dict.fromkeys(name for name, value in values if not isinstance(value, Tensor)))
     changing = {name for stepped in optimizers for group in changed_values(stepped).values() for name in group}
@@ -235,9 +200,9 @@ def _check_groups(settings: OptimizerSettings, trial: TrialParameters) -> None:
     optimizer = _of_ones(settings, trial)
     for _ in range(2):
         _set_gradients(optimizer)
-        set_learning_rate(optimizer, settings.base_lr or settings.asked_lr or _TRIAL_LR)
+        set_rate(settings, optimizer)
         before = [_contents_of(group) for group in optimizer.param_groups]
-        optimizer.step()
+        step_once(optimizer, settings)
         for earlier, group in zip(before, optimizer.param_groups):
             later = _contents_of(group)
             for name in later:
@@ -280,53 +245,17 @@ def _changed(settings: OptimizerSettings, name: str, value: Any) -> InputError:
     )
 
 
-def _check_decays(settings: OptimizerSettings, trial: TrialParameters, together: _Updates) -> None:
+def _check_decays(settings: OptimizerSettings, trial: TrialParameters, together: Updates) -> None:
     """Raise ``InputError`` if weight decay is asked for, and the optimizer does not know it."""
     if not settings.asks_weight_decay or not settings.weight_decay:
         return
     everyone, dtype = range(len(trial.tried)), together.values[0].dtype
-    without = _updated(settings, trial, everyone, decays=False, dtype=dtype)
+    without = updated(settings, trial, everyone, num_steps=num_steps_of(trial), decays=False, dtype=dtype)
     if all(torch.equal(*pair) for pair in zip(together.values, without.values)):
         raise InputError(
             f"weight_decay={settings.weight_decay:g} is asked for, and optimizer={settings.name} updates parameters as "
             "without; leave weight_decay out"
         )
-
-
-def _coupling(settings: OptimizerSettings, trial: TrialParameters, together: _Updates) -> str:
-    """How the update of one parameter depends on the others, in words; an empty string: it does not, or is random."""
-    dtype = together.values[0].dtype
-    again = _updated(settings, trial, range(len(trial.tried)), seed=1, dtype=dtype)
-    if not all(_is_same_update(*changes) for changes in zip(together.changes, again.changes)):
-        return ""
-    for index, change in enumerate(together.changes):
-        try:
-            alone = _updated(settings, trial, [index], dtype=dtype)
-        except Exception as error:
-            return f"cannot update one parameter without the others ({type(error).__name__}: {error})"
-        if not _is_same_update(change, alone.changes[0]):
-            return "updates a parameter otherwise where there are others"
-        if name := _shared_value(together.optimizer, alone.optimizer):
-            return f"keeps {name}, which depends on all parameters of a group"
-    return ""
-
-
-def _shared_value(together: torch.optim.Optimizer, alone: torch.optim.Optimizer) -> str:
-    """The name of a value of a parameter group that is another where there are more parameters; or an empty string."""
-    groups = changed_values(together)
-    for position, values in changed_values(alone).items():
-        for name in {**values, **groups[position]}:
-            first, second = values.get(name), groups[position].get(name)
-            is_real = isinstance(first, float) and isinstance(second, float)
-            if not (is_real and _is_same_update(torch.tensor(first), torch.tensor(second))) and first != second:
-                return name
-    return ""
-
-
-def _is_same_update(change: Tensor, other: Tensor) -> bool:
-    """Whether two updates differ by no more than rounding, or are not finite alike."""
-    tolerance = _SAME_UPDATE * float(change.abs().max())
-    return torch.allclose(change, other, rtol=_SAME_UPDATE, atol=tolerance, equal_nan=True)
 
 
 @contextmanager

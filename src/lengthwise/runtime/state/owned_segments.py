@@ -14,7 +14,7 @@ from lengthwise.core.layout import Interval
 from lengthwise.core.wording import counted
 from lengthwise.runtime.state.absent_parameter import AbsentParameter
 from lengthwise.runtime.state.borrowed_parameters import borrowed
-from lengthwise.runtime.state.optimizer import make_optimizer
+from lengthwise.runtime.state.optimizer import make_optimizer, step_once
 from lengthwise.runtime.state.parameter_groups import note_rates, set_learning_rate
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
@@ -234,32 +234,39 @@ class OwnedSegments:
             set_learning_rate(self.optimizer, lr)
         left = [segment for segment in self.all if segment.only and segment.only in left_out]
         if self._named is not None:
-            self._update_of_model(self._named, clip, left_out)
+            self._update_of_model(clip, left_out)
         else:
             segments = [segment for segment in self.all if not segment.only or segment.only not in left_out]
             with _without_gradients(left):
                 yield from update_by_unit(self.optimizer, segments, clip, self._table.num_units)
         note_rates(self.optimizer)
 
-    def _update_of_model(self, named: Mapping[str, nn.Parameter], clip: float, left_out: Collection[str]) -> None:
-        """Let the user's optimizer update the model's parameters, which have master weights and gradients meanwhile.
-
-        Parameters that other ranks update have none; where they are not on this rank, reading them is an error.
-        """
+    def _update_of_model(self, clip: float, left_out: Collection[str]) -> None:
+        """Let the user's optimizer update the model's parameters, which have gradients meanwhile."""
         if self.optimizer is None:
             return
-        masters = {id(segment.parameter): segment.master for segment in self.all}
-        here = [x for x in named.values() if id(x) in masters or not isinstance(x, AbsentParameter)]
-        with borrowed(here, [masters.get(id(parameter)) for parameter in here]):
+        with self.lent_to_optimizer():
             _scale(self.all, clip)
             for segment in self.all:
                 segment.parameter.grad = None if segment.only in left_out else segment.pushed
             try:
-                self.optimizer.step()
+                step_once(self.optimizer, self._settings)
             except (AttributeError, TypeError) as error:
                 if not left_out:
                     raise
                 raise self._without_gradient(error, left_out) from error
+
+    @contextmanager
+    def lent_to_optimizer(self) -> Iterator[None]:
+        """Within, the model's parameters have master weights, which change with them, and no gradient.
+
+        Those that other ranks update keep their values; where they are not on this rank, reading them is an error.
+        """
+        assert self._named is not None, "the optimizer has the model's parameters"
+        masters = {id(segment.parameter): segment.master for segment in self.all}
+        here = [x for x in self._named.values() if id(x) in masters or not isinstance(x, AbsentParameter)]
+        with borrowed(here, [masters.get(id(parameter)) for parameter in here]):
+            yield
             for segment in self.all:
                 if segment.parameter.data_ptr() != segment.master.data_ptr():  # its data were replaced, as by p.data =
                     segment.master.copy_(segment.parameter.detach())

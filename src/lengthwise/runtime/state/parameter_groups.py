@@ -5,7 +5,7 @@ values, and so do checkpoints here. Constants, such as betas, are always those o
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class GroupOrigin:
     """The rate that stands for all groups: others keep their ratio to it. None: all have the same."""
     values: dict[str, Any]
     """Plain values, by name."""
+    is_empty: bool = False
+    """Whether it was made without any parameter."""
 
     def rate_at(self, lr: float) -> float:
         """The rate of the group where ``lr`` stands for all of them."""
@@ -38,11 +40,13 @@ class GroupOrigin:
         return self.lr * (lr / self.base_lr)
 
 
-def note_origins(optimizer: torch.optim.Optimizer, base_lr: float | None) -> None:
-    """Note in each group of a new optimizer what it is now."""
+def note_origins(optimizer: torch.optim.Optimizer, base_lr: float | None, empty: Collection[int] = ()) -> None:
+    """Note in each group of a new optimizer what it is now; ``empty``: positions of those made without parameters."""
     for position, group in enumerate(optimizer.param_groups):
         lr = _rate_of(group)
-        group[ORIGIN] = GroupOrigin(position=position, lr=lr, base_lr=base_lr, values=plain_values(group))
+        group[ORIGIN] = GroupOrigin(
+            position=position, lr=lr, base_lr=base_lr, values=plain_values(group), is_empty=position in empty
+        )
     note_rates(optimizer)
 
 
@@ -90,12 +94,16 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def changed_values(optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """Plain values of groups that are not what they were when the optimizer was made, for JSON, by position."""
+def changed_values(optimizer: torch.optim.Optimizer | None, *, of_empty: bool = False) -> dict[str, dict[str, Any]]:
+    """Plain values of groups that are not what they were when the optimizer was made, for JSON, by position.
+
+    Of the groups that have parameters, or, with ``of_empty``, of those without, whose values say less: ranks that
+    update parameters of such a group may have others.
+    """
     changes: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups if optimizer is not None else ():
         origin: GroupOrigin | None = group.get(ORIGIN)
-        if origin is None:
+        if origin is None or of_empty == bool(group["params"]):
             continue
         changes[str(origin.position)] = {
             name: _encoded(value)

@@ -33,7 +33,8 @@ from lengthwise.runtime.comm.activity import Activity, CollectiveWait, explained
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state import checkpoint_files as files
-from lengthwise.runtime.state.contents import MASTER, ShardContent, contents
+from lengthwise.runtime.state.contents import MASTER, ShardContent, contents, described_state
+from lengthwise.runtime.state.optimizer_values import merged
 from lengthwise.runtime.state.parameter_groups import changed_values
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.shared_folder import check_shared
@@ -155,7 +156,11 @@ class CheckpointSaver:
         group = self.connect()
         self.step = extra["step"]
         shares, document = {**contents(self._state), **beside}, {**_description(self._state), **extra}
-        self._thread = Thread(target=self._run, args=(group, shares, document), name="checkpoint", daemon=True)
+        described = described_state(self._state)
+        state_of_optimizer = described.document, described.problem
+        self._thread = Thread(
+            target=self._run, args=(group, shares, document, state_of_optimizer), name="checkpoint", daemon=True
+        )
         self._thread.start()
         if wait:
             self.wait()
@@ -195,13 +200,21 @@ class CheckpointSaver:
             self._group.close()
             self._group = None
 
-    def _run(self, group: HostGroup, shares: dict[str, ShardContent], document: dict[str, Any]) -> None:
+    def _run(
+        self,
+        group: HostGroup,
+        shares: dict[str, ShardContent],
+        document: dict[str, Any],
+        state_of_optimizer: tuple[dict[str, Any], str],
+    ) -> None:
         world, step = self._state.world, document["step"]
         lock = files.lock_of_save(self._folder)
         try:
             safe = files.outlook(self._folder, is_of_run=not self._makes_parents)
             self._num_bytes = _check_finite(shares, group, step=step, safe=safe)
             document = _with_groups_of_all(document, group)
+            if self._state.settings.make is not None:
+                document = _with_state_of_all(document, state_of_optimizer, group, safe=safe)
             place, saved_steps = self._folder.resolve(), self._state.saved_steps
             keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step, steps=saved_steps.get(place))
             if self._makes_parents:
@@ -267,9 +280,28 @@ def _is_broken(name: str, content: ShardContent) -> bool:
 
 def _with_groups_of_all(document: dict[str, Any], group: HostGroup) -> dict[str, Any]:
     """The document with what changed in the optimizer's parameter groups of all ranks: one may have none of a group."""
-    by_rank: list[dict[str, Any]] = group.gather(document["optimizer"]["groups"])
-    groups = {position: values for groups in reversed(by_rank) for position, values in groups.items()}
-    return {**document, "optimizer": {**document["optimizer"], "groups": groups}}
+    optimizer = dict(document["optimizer"])
+    by_rank: list[list[dict[str, Any]]] = group.gather([optimizer["groups"], optimizer.pop("empty_groups", {})])
+    by_weight = [*(empty for _, empty in reversed(by_rank)), *(groups for groups, _ in reversed(by_rank))]
+    groups = {position: values for groups in by_weight for position, values in groups.items()}
+    return {**document, "optimizer": {**optimizer, "groups": groups}}
+
+
+def _with_state_of_all(
+    document: dict[str, Any], own_state: tuple[dict[str, Any], str], group: HostGroup, *, safe: str
+) -> dict[str, Any]:
+    """The document with what the optimizer of the user's holds on all ranks; ``own_state``: on this one, and a problem.
+
+    Raises:
+        NotSavedError: on all ranks, if something of it cannot be saved.
+    """
+    by_rank: list[tuple[dict[str, Any], str]] = group.gather(own_state)
+    optimizer, (values, differ) = document["optimizer"], merged([described for described, _ in by_rank])
+    if problem := next((problem for _, problem in by_rank if problem), differ):
+        raise NotSavedError(
+            f"after step {document['step']}, optimizer={optimizer['name']} {problem}; no checkpoint was made", safe=safe
+        )
+    return {**document, "optimizer": {**optimizer, "state": values}}
 
 
 def _make_and_lock(folder: Path, lock: FolderLock) -> None:
@@ -323,6 +355,7 @@ def _description(state: ShardedState) -> dict[str, Any]:
             "name": settings.name,
             "tensors": list(settings.state_names),
             "groups": changed_values(state.optimizer),
+            "empty_groups": changed_values(state.optimizer, of_empty=True),
         },
         "unused_parameters": state.unused.state_dict(),
         "loss_scale": None if state.loss_scaler is None else state.loss_scaler.state_dict(),

@@ -19,6 +19,10 @@ _LEAST = 2
 """Parameters of each kind that are tried."""
 _MOST = 32
 """Parameters of each number of dimensions that are tried at most."""
+MOST_NUMBERS = 1 << 20
+"""Numbers of all parameters that are tried, up to which a trial notes their values on the way."""
+_MOST_NEIGHBOURS = 64
+"""Parameters that are tried for what two of them have to do with one another."""
 
 
 class TrialParameters:
@@ -67,6 +71,21 @@ class TrialParameters:
     def keep_shapes(self) -> None:
         """Try parameters in the shapes that they have."""
         self.shapes = [tuple(parameter.shape) for parameter in self.tried]
+
+    def keep_shapes_if_small(self) -> bool:
+        """Try parameters in the shapes that they have, if these are small, and return whether they are."""
+        if is_small := sum(parameter.numel() for parameter in self.tried) <= MOST_NUMBERS:
+            self.keep_shapes()
+        return is_small
+
+    def of_layers(self) -> "TrialParameters":
+        """A trial of neighbouring parameters: all of the model, or the first and the last of it."""
+        trial = TrialParameters(self.all)
+        there = [parameter for parameter in self.all if parameter.numel()]
+        half = _MOST_NEIGHBOURS // 2
+        trial.tried = there if len(there) <= _MOST_NEIGHBOURS else [*there[:half], *there[-half:]]
+        trial.shapes = [(3,) * parameter.dim() for parameter in trial.tried]
+        return trial
 
     @contextmanager
     def lent(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.verify.worst_difference import WorstDifference, worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, of_stock, warn_of_zeros
-from lengthwise.runtime.wrap.context import ALMOST_ONE
+from lengthwise.runtime.wrap.context import ALMOST_ONE, ALMOST_ZERO
 from lengthwise.runtime.wrap.refused_draws import random_states
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls, StateError
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
@@ -181,8 +181,8 @@ def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[Gr
     try:
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), method=setting.method,
-            keep_attention=setting.recompute == "selective", offload=setting.offload, scalar=setting.scalar,
-            head_groups=setting.head_groups, gradients=setting.gradients,
+            keep_attention=setting.recompute == "selective", offload=setting.offload, 
+            scalar=setting.scalar or ALMOST_ZERO, head_groups=setting.head_groups, gradients=setting.gradients,
         )  # fmt: skip
     except CheckError:
         if setting.scalar == ALMOST_ONE:
@@ -191,10 +191,13 @@ def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[Gr
 
 
 def _decided_at_random(run: PreparedModel) -> CheckError:
+    drawn_in = run.wrapped_model.rules.drawn_in
+    names = {id(module): name for name, module in run.model.named_modules()}
+    where = next((f", in {names[id(x)]} ({type(x).__name__})," for x in drawn_in if names.get(id(x))), "")
     return CheckError(
-        f"{type(run.model).__name__} draws a random number in its forward that decides what is computed, such as "
-        "which layers are left out, and ranks that share a sequence would decide differently; set layerdrop "
-        "(encoder_layerdrop, decoder_layerdrop) to 0 in its config"
+        f"{type(run.model).__name__} draws a random number in its forward{where} that decides what is computed, such "
+        "as which layers are left out, and ranks that share a sequence would decide differently; set layerdrop "
+        "(encoder_layerdrop, decoder_layerdrop), or module_dropout of adapters, to 0 in its config"
     )
 
 

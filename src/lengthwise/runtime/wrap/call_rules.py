@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.recorded_operations import Operations
@@ -60,6 +60,8 @@ class ForwardCalls:
     noise: list[ForwardCall] = field(default_factory=list)
     scalars: int = 0
     """Draws of a single uniform number, such as those of layer drop."""
+    drawn_in: list[nn.Module] = field(default_factory=list)
+    """The modules that draw them."""
     products: list[Product] = field(default_factory=list)
     places: dict[Place, int | None] = field(default_factory=dict)
     """What is counted from at places in the code that may make positions; None: not one number for each slot."""
@@ -97,6 +99,8 @@ class CallRules:
     noise: tuple[CallRule, ...] = ()
     scalars: int = 0
     """Draws of a single uniform number."""
+    drawn_in: tuple[nn.Module, ...] = ()
+    """The modules that draw them, as far as they are known."""
     products: tuple[Product, ...] = ()
     """Empty where there is no attention by hand."""
     places: Mapping[Place, int] = field(default_factory=dict)
@@ -139,7 +143,10 @@ def compare(
     places = {
         place: start for place, start in first.places.items() if start is not None and second.places.get(place) == start
     }
-    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products), places=places)
+    return CallRules(
+        **rules, scalars=max(first.scalars, second.scalars), drawn_in=tuple(first.drawn_in or second.drawn_in),
+        products=tuple(products), places=places,
+    )  # fmt: skip
 
 
 def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> CallRule:

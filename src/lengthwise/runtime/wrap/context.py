@@ -42,6 +42,8 @@ CALLS = 1 << 40
 """Numbers of calls of a forward, of all kinds."""
 ALMOST_ONE = 1.0 - 2.0**-24
 """The largest uniform number in float32: a draw of it leaves out no layer."""
+ALMOST_ZERO = 2.0**-24
+"""The smallest one but 0, which is as rare, and for which ``torch.rand(1) > 0.0`` would be false."""
 
 
 @dataclass

@@ -299,7 +299,9 @@ def check_has_gradient(loss: Tensor, name: str = "loss") -> None:
     """Raise ``InputError`` if nothing that a loss was made of gets a gradient."""
     if not loss.requires_grad:
         raise InputError(
-            f"the {name} has no gradient: it was detached, made of .item(), or computed under torch.no_grad()"
+            f"the {name} has no gradient: it was detached, made of .item(), computed under torch.no_grad(), or made "
+            "without any trained parameter, as where an adapter is merged into its model or switched off "
+            "(unmerge_adapter(), enable_adapter_layers())"
         )
 
 

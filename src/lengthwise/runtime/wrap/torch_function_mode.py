@@ -5,13 +5,14 @@ Transformer acts on each token by itself. The model's code is untouched: calls a
 overridden, while the model's own forward runs.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -300,6 +301,7 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
             assert self.shard is not None, "a micro-batch is computed"
             if self._calls is not None:
                 self._calls.scalars += 1
+                self._calls.drawn_in += _calling_module()
             return one_number(self.shard.scalar, *args, **kwargs)
         if kwargs.get("training", True) is False or (func in _SWITCHED and len(args) > 2 and args[2] is False):
             return func(*args, **kwargs)
@@ -339,3 +341,13 @@ def _patched(module: Any, name: str, answer: Callable[..., Any]) -> Iterator[Non
         yield
     finally:
         setattr(module, name, original)
+
+
+def _calling_module() -> list[nn.Module]:
+    """The module whose code runs, or none if there is no such."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            return [module]
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
