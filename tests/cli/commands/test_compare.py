@@ -105,7 +105,22 @@ def test_what_nobody_can_run_is_said_once_with_what_it_takes(cli, lengths):
     assert code == 0, err
     (refused,) = [line for line in out.splitlines() if "refused" in line]
     assert refused.startswith("static, packed, auto: refused: no scheme fits: the leanest, <1,1>")
-    assert "GiB per device" in refused and "a higher limit of stages" in refused
+    assert "GiB per device" in refused and "--max-stages" not in refused
+    assert "With --offload=auto the optimizer's state may be in host memory" in refused
+
+
+@pytest.mark.parametrize("more", [(), ("--host-memory", 10), ("--max-degree", 1)])
+def test_what_nothing_fits_takes_is_what_memory_says_and_plans(cli, tmp_path, more):
+    """By hand, 70.6 billion parameters take 16 bytes each, of which 12 are in host memory."""
+    np.save(tmp_path / "one.npy", [1])
+    cluster = ["--model", "llama-3-70b", "--device", "A100-80GB", "--gpus", 8, *more]
+    asked = ["compare", *cluster, "--lengths", tmp_path / "one.npy", "--steps", 1, "--policies", "auto"]
+    said = [cli(*command, "--hbm", 50)[2] for command in (asked, ["memory", *cluster])]
+    needs = [message.removeprefix("error: ").removeprefix("llama-3-70b on 1x8xA100-80GB: ") for message in said]
+    assert needs[0] == needs[1]
+    if not more:
+        assert "takes 51.6 GiB per device for weights and gradients" in needs[0] and "181.6 GiB in all" in needs[0]
+        assert cli(*asked, "--hbm", 51.6)[0] == 0
 
 
 def test_more_devices_than_are_planned_in_about_a_minute_are_refused_with_the_limit(cli, lengths):
@@ -403,7 +418,7 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
     code, out, err = cli(*given, "--gpus", "1,4", "--policies", "static", "--max-length", "4096")
     rows = [line.split() for line in out.splitlines() if line.startswith("static ")]
     assert code == 0 and [row[-1] for row in rows] == ["none", "4,096"], err
-    assert "has 0.0 GiB. Raise --host-memory" in " ".join(out.split())
+    assert "has 0.0 GiB. With it on the device, the leanest, <1,1> dense r32, takes" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
