@@ -211,6 +211,7 @@ class SimulateDocument(JsonDocument):
     switch: float
     update: float
     padding: float
+    gap: float
     gap_median: float
     peak_gib: float
     mfu: float | None

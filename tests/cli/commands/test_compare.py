@@ -226,6 +226,17 @@ def test_gaps_of_a_table_are_to_one_bound(cli, lengths):
         assert one["gap_to_common_bound"] == pytest.approx(one["step_time_s"] / lowest - 1, rel=0.05, abs=0.01)
 
 
+def test_gaps_are_of_the_means_beside_them_also_where_one_step_is_most_of_the_time(cli, tmp_path):
+    """Of two steps, one has a sequence of 100,000 tokens alone, which leaves little to gain."""
+    np.save(tmp_path / "giant.npy", [100] * 50 + [100_000])
+    document = compare(cli, tmp_path / "giant.npy", "--model", "llama-7b", "--policies", "auto,padded", "--steps", 2)
+    rows = document["policies"]
+    lowest = min(one["bound_s"] for one in rows)
+    for one in rows:
+        assert one["gap"] == pytest.approx(one["step_time_s"] / one["bound_s"] - 1, rel=1e-6, abs=1e-9)
+        assert one["gap_to_common_bound"] == pytest.approx(one["step_time_s"] / lowest - 1, rel=0.05, abs=1e-3)
+
+
 def test_a_sweep_is_one_table_with_a_row_a_size(cli, lengths, tmp_path):
     given = ["--gpus", "2,4", "--tokens-per-step", "1e4,0.02M", "--network", "100,400", "--policies", "static,auto"]
     given += ["--steps", 1, "--devices-per-node", 2, "--methods", "ulysses", "--max-degree", 2]
