@@ -241,6 +241,8 @@ class PolicyFields(Fields):
     """One policy on one cluster; numbers are null where it is refused."""
 
     policy: str
+    num_used: int | None
+    """Devices that some step computes on."""
     tokens_per_s: float | None
     step_time_s: float | None
     idle: float | None

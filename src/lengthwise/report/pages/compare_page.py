@@ -18,7 +18,7 @@ from lengthwise.report.pages.compare_results import (
     row,
     tiles,
 )
-from lengthwise.report.pages.sweep_results import sweep_page
+from lengthwise.report.pages.sweep_results import slower_with_more, sweep_page
 from lengthwise.report.pages.templates import render
 from lengthwise.report.units import count
 
@@ -33,9 +33,10 @@ def render_comparison(comparison: Comparison) -> str:
     assert clusters, "a page needs a policy that can run"
     many = len(comparison.clusters) > 1
     sizes = [cluster.num_devices for cluster in clusters]
+    headlines = [headline(cluster) for cluster in clusters] if len({*sizes}) == len(sizes) else []
     return render("policies.html.j2", 
         title=f"{comparison.model} on {', '.join(map(str, dict.fromkeys(sizes)))} {comparison.device}",
-        headlines=[headline(cluster) for cluster in clusters] if len({*sizes}) == len(sizes) else [],
+        headlines=[*headlines, *slower_with_more(clusters)],
         certificate="" if many else certificate(clusters[0]),
         comparison=comparison,
         scaling=scaling_figure(comparison.clusters) if len({*sizes}) == len(clusters) > 1 else None,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
-from lengthwise.core.wording import GIB
+from lengthwise.core.wording import GIB, counted
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.run_text import KeyFigure
 from lengthwise.report.units import MISSING, count, hours, memory, ratio, seconds, share, token_count
@@ -72,7 +72,17 @@ class PolicyResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; None for every number of a policy that is refused."""
-        names = ("tokens_per_s", "step_time_s", "idle", "bubble", "padding", "gap", "planning_s", "preparing_s")
+        names = (
+            "num_used",
+            "tokens_per_s",
+            "step_time_s",
+            "idle",
+            "bubble",
+            "padding",
+            "gap",
+            "planning_s",
+            "preparing_s",
+        )
         document: dict[str, Any] = {name: None if self.refused else getattr(self, name) for name in names}
         total_s = sum(self.spent_s.values())
         return {
@@ -236,8 +246,9 @@ def headline(cluster: ClusterResult) -> str:
     best = ranked[0]
     used = f"{best.num_used} of " if 0 < best.num_used < cluster.num_devices else ""
     speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {used}{cluster.num_devices} devices"
+    idle = _idle_words(best.num_used, cluster.num_devices)
     if len(ranked) == 1:
-        return f"{speed}."
+        return f"{speed}.{idle}"
     second = ranked[1]
     times = []
     if (over := cluster.over_static(best)) and best.policy != YARDSTICK and second.policy != YARDSTICK:
@@ -245,7 +256,16 @@ def headline(cluster: ClusterResult) -> str:
     lead = best.tokens_per_s / second.tokens_per_s
     as_many = f"{lead:.2f} times as many as" if lead >= 1.005 else "about as many as"
     times.append(f"{as_many} {second.policy}, the next best")
-    return f"{speed}: {' and '.join(times)}."
+    return f"{speed}: {' and '.join(times)}.{idle}"
+
+
+def _idle_words(num_used: int, num_devices: int) -> str:
+    """A sentence where devices compute nothing: the update has to reach them all the same."""
+    if not 0 < num_used < num_devices:
+        return ""
+    idle = num_devices - num_used
+    verbs = "computes nothing, yet takes" if idle == 1 else "compute nothing, yet take"
+    return f" {counted(idle, 'device')} {verbs} part in every update: a cluster of {num_used:,} may be faster."
 
 
 def certificate(cluster: ClusterResult) -> str:
