@@ -144,8 +144,8 @@ def test_the_headline_says_who_is_fastest_whoever_that_is(speeds, sentence):
 def test_the_headline_says_that_devices_are_idle():
     sentence = headline(make_cluster(make_result("auto", 100.0, num_used=6), num_devices=7))
     assert sentence == (
-        "auto trains 100 tokens per second on 6 of 7 devices. 1 device computes nothing, yet takes part in every update: "
-        "a cluster of 6 may be faster."
+        "auto trains 100 tokens per second on 6 of 7 devices. 1 device computes nothing, yet takes part in every "
+        "update: a cluster of 6 may be faster."
     )
     assert "may be faster" not in headline(make_cluster(make_result("auto", 100.0, num_used=7), num_devices=7))
 

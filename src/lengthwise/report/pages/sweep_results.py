@@ -84,7 +84,8 @@ def slower_with_more(clusters: Sequence[ClusterResult]) -> list[str]:
         ]  # fmt: skip
         best = max(fewer, key=lambda other: other.ranked[0].tokens_per_s, default=None)
         if best is not None and best.ranked[0].tokens_per_s > speed:
-            others = "" if len({_links(one) for one in clusters}) == 1 else f" at {cluster.network_gbit_per_s:g} Gbit/s"
+            links = set(map(_links, clusters))
+            others = "" if len(links) == 1 else f" at {cluster.network_gbit_per_s:g} Gbit/s"
             sentences.append(
                 f"{cluster.num_devices:,} devices are slower than {best.num_devices:,}{others}: {count(speed)} tokens "
                 f"per second against {count(best.ranked[0].tokens_per_s)}."
