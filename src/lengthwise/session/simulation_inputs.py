@@ -61,15 +61,18 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
     return run.read_spec(), load_saved(run.config).train.dtype
 
 
-def device_of_plans(path: Path | None, changes: list[str], *, name: str | None = None) -> DeviceSpec | None:
-    """The device of a preset or file, of the configured cluster, or of the run that plans lie in; None: not known.
-
-    Raises:
-        InputError: there is no such device, or a configuration names its own.
-    """
+def check_device(path: Path | None, name: str | None) -> None:
+    """Raise ``InputError`` if there is no device of that name, or a configuration names its own."""
+    if name is None:
+        return
     if path is None or path.suffix != ".jsonl":
-        if name is not None:
-            raise InputError("--device is for files of plans, which name none; set cluster.name of the configuration")
+        raise InputError("--device is for files of plans, which name none; set cluster.name of the configuration")
+    resolve_device(name)
+
+
+def device_of_plans(path: Path | None, changes: list[str], *, name: str | None = None) -> DeviceSpec | None:
+    """The device of the configured cluster, of a preset or file, or of the run that plans lie in; None: not known."""
+    if path is None or path.suffix != ".jsonl":
         return resolve_cluster(load(path, changes)).device
     return DEVICES.get(str(_start_of_run(path).get("device"))) if name is None else resolve_device(name)
 
@@ -103,7 +106,7 @@ def training_outlook(
     device, model, dtype = device_of_plans(path, changes, name=device_name), None, ""
     with suppress(InputError) if preset is None else nullcontext():  # outside of a run, the model is not known
         model, dtype = model_of_plans(path, changes, preset=preset)
-    if unknown := [f"--{what} NAME" for what, known in (("model", model), ("device", device)) if known is None]:
+    if unknown := [f"--{what} NAME" for what, spec in (("model", model), ("device", device)) if spec is None]:
         stderr().print(f"MFU: {path} does not say all that it takes; add {' and '.join(unknown)}", soft_wrap=True)
     lengths = [n for plan in plans for line in plan.pipelines for m in line.micro_batches for n in m.pack.lengths]
     if device is not None and budget.price_per_hour is None:
