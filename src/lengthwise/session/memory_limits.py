@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.garbage import collection_paused
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.core.wording import GIB, needed_and_available
+from lengthwise.core.wording import GIB, counted, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, most_tokens
 from lengthwise.plan.space.search_space import SearchSpace
@@ -148,16 +148,16 @@ def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) 
     if leanest.is_limited_by_host:
         needed, available = needed_and_available(leanest.host_bytes(length), cluster.device.host_memory_bytes)
         raise InfeasibleError(
-            f"a sequence of {length:,} tokens puts {needed} per device into host memory under the leanest scheme, "
-            f"{leanest.scheme.name}; a device's share of the host has {available}. The longest that fits has "
-            f"{leanest.max_tokens:,} tokens. Give --host-memory if there is more, or more or larger devices.",
+            f"a sequence of {counted(length, 'token')} puts {needed} per device into host memory under the leanest "
+            f"scheme, {leanest.scheme.name}; a device's share of the host has {available}. The longest that fits has "
+            f"{counted(leanest.max_tokens, 'token')}. Give --host-memory if there is more, or more or larger devices.",
             what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
         )  # fmt: skip
     needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
     raise InfeasibleError(
-        f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
+        f"a sequence of {counted(length, 'token')} needs {needed} per device under the leanest scheme, "
         f"{leanest.scheme.name}; a device has {available}. The longest that fits has "
-        f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
+        f"{counted(leanest.max_tokens, 'token')}. Use more or larger devices, or allow more schemes with --max-degree, "
         "--max-stages and --methods.",
         what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
     )  # fmt: skip

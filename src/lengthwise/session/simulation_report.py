@@ -26,7 +26,7 @@ def simulation_html(
     """
     return render_simulation(
         SimulationPage(
-            title=f"Policy {document['policy']} on {document['num_devices']:,} devices",
+            title=f"Policy {document['policy']} on {counted(document['num_devices'], 'device')}",
             headline=" · ".join(_conditions(document["num_steps"], options)),
             tiles=(
                 KeyFigure("tokens per second", count(document["tokens_per_s"]), "padding not counted"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lengthwise.core.wording import counted
 from lengthwise.report.pages.compare_figures import (
     length_figure,
     scaling_figure,
@@ -64,7 +65,7 @@ def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
 
 def _title(cluster: ClusterResult) -> str:
     network = f", {cluster.network_gbit_per_s:g} Gbit/s per device" if cluster.network_gbit_per_s else ""
-    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step{network}"
+    return f"{counted(cluster.num_devices, 'device')}, {count(cluster.tokens_per_step)} tokens a step{network}"
 
 
 def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:

@@ -245,7 +245,8 @@ def headline(cluster: ClusterResult) -> str:
     ranked = cluster.ranked
     best = ranked[0]
     used = f"{best.num_used} of " if 0 < best.num_used < cluster.num_devices else ""
-    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {used}{cluster.num_devices} devices"
+    devices = f"{used}{counted(cluster.num_devices, 'device')}"
+    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {devices}"
     idle = _idle_words(best.num_used, cluster.num_devices)
     if len(ranked) == 1:
         return f"{speed}.{idle}"
