@@ -159,7 +159,7 @@ def test_the_short_option_asks_for_help_too(command, monkeypatch, capsys):
             main()
         assert not left.value.code
     printed = capsys.readouterr().out
-    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :] and "Usage: lengthwise" in printed
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :] and "Usage: " in printed
 
 
 def test_without_torch_every_command_has_help_or_says_what_to_install(tmp_path):
