@@ -118,7 +118,7 @@ def command_line() -> str:
     """Every command with its arguments and options."""
     group: Any = typer.main.get_command(app)
     context = typer.Context(group)
-    lines = ["# Command line", "", "Every command takes `--help`; those that print results take `--json`.", ""]
+    lines = ["# Command line", "", "Every command takes `--help` or `-h`; those that print results take `--json`.", ""]
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         lines += [f"## lengthwise {name}", "", command.help or "", "", "```text", _usage(name, command), "```", ""]

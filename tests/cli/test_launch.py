@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lengthwise.cli import train_config
-from lengthwise.cli.launch import SAFE_PATH, _only_installed_modules, prefer_expandable_segments
+from lengthwise.cli.launch import SAFE_PATH, _only_installed_modules, prefer_expandable_segments, split_arguments
 from lengthwise.cli.restart import CRASHED, DONE, read_status, write_status
 from lengthwise.core.run_folder import RunFolder
 
@@ -65,3 +66,23 @@ def test_an_interrupt_that_comes_when_all_is_trained_ends_a_run_well(tmp_path, m
         with pytest.raises(KeyboardInterrupt):
             train_config.launch(folder, [], nproc=1)
     assert read_status(folder)["state"] == (state if state == DONE else CRASHED)
+
+
+def test_a_setting_that_is_given_again_is_told_of_once(capsys, monkeypatch):
+    given = Path("train.steps=5"), ["seed=1", "train.steps=6"]
+    assert split_arguments(*given) == (None, ["train.steps=5", "seed=1", "train.steps=6"])
+    assert capsys.readouterr().err.split() == [
+        "train.steps",
+        "is",
+        "given",
+        "2",
+        "times;",
+        "the",
+        "last",
+        "counts,",
+        "train.steps=6",
+    ]
+    assert split_arguments(Path("run.yaml"), None) == (Path("run.yaml"), [])
+    monkeypatch.setenv("RANK", "1")
+    split_arguments(*given)
+    assert not capsys.readouterr().err

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from lengthwise.cli.main import COMMANDS
+from lengthwise.cli.main import COMMANDS, main
 from lengthwise.index.build import build_index
 from lengthwise.index.settings import IndexSettings
 
@@ -150,6 +150,17 @@ for command in COMMANDS:
     _, status = os.wait()
     print(command, os.waitstatus_to_exitcode(status), flush=True)
 """
+
+
+@pytest.mark.parametrize("command", ["", "stats", "compare"])
+def test_the_short_option_asks_for_help_too(command, monkeypatch, capsys):
+    for option in ("-h", "--help"):
+        monkeypatch.setattr("sys.argv", ["lengthwise", *command.split(), option])
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code
+    printed = capsys.readouterr().out
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :] and "Usage: " in printed
 
 
 def test_without_torch_every_command_has_help_or_says_what_to_install(tmp_path):

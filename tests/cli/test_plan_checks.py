@@ -9,7 +9,9 @@ from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.config.run_config import load
 from lengthwise.core.device_spec import CONTEXT_BYTES, DEVICES
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.corpus import open_corpus
 from lengthwise.plan.plan_file import PlanFile
 from lengthwise.session.planning import resolve_cluster
@@ -54,6 +56,22 @@ def test_padding_that_no_device_holds_is_refused_before_the_first_step(inputs, c
         InfeasibleError, match=r"step 1: a micro-batch of 4,000,000,000 tokens .* needs .* a device has"
     ):
         check_plans_fit(plans, config, resolve_model(config, open_corpus(config.data)), resolve_cluster(config))
+
+
+def test_plans_that_fit_with_the_state_in_host_memory_pass_with_it_there_and_name_that_setting(inputs, config):
+    plans, spec = PlanFile(inputs / "plans.jsonl"), resolve_model(config, open_corpus(config.data))
+    cluster = cluster_preset("1x1xH100-80GB")
+    on_device, on_host = (
+        max(
+            int(cost.peak_bytes(num_tokens, scheme, num_devices=1)) for scheme, (num_tokens, _) in plans.largest.items()
+        )
+        for cost in (AnalyticCost(model=spec, cluster=cluster, state_on_host=place) for place in (False, True))
+    )
+    between = replace(cluster, device=replace(cluster.device, memory_bytes=(on_device + on_host) // 2))
+    with pytest.raises(InfeasibleError, match=r"Set train.offload_state=host, with which it fits, plan again"):
+        check_plans_fit(plans, config, spec, between)
+    placed = config.model_copy(update={"train": config.train.model_copy(update={"offload_state": "host"})})
+    check_plans_fit(plans, placed, spec, between)
 
 
 def test_a_late_plan_for_other_sequences_layers_or_ranks_is_refused_before_the_first_step(inputs, config, tmp_path):

@@ -135,10 +135,16 @@ def test_a_size_that_is_not_nothing_never_reads_like_it(exponent, digits):
 
 def test_what_is_needed_is_rounded_up():
     assert needed_and_available(80 * GIB + 1, 80 * GIB) == ("80.1 GiB", "80.0 GiB")
-    assert needed_and_available(0.06 * GIB, 0.04 * GIB) == ("61.5 MiB", "40.9 MiB")
-    assert needed_and_available(1001, 1000) == ("1.0 KiB", "0.9 KiB")
+    assert needed_and_available(0.06 * GIB, 0.04 * GIB) == ("61.5 MiB", "41.0 MiB")
+    assert needed_and_available(1001, 1000) == ("0.978 KiB", "0.977 KiB")
     assert needed_and_available(51, 50) == ("51 bytes", "50 bytes")
     assert needed_and_available(2 * GIB, 0) == ("2.0 GiB", "0.0 GiB")
+
+
+@pytest.mark.parametrize("gib", [73.36, 73.34, 51.6 - 1e-9, 0.52])
+def test_what_there_is_reads_as_everywhere_else(gib):
+    """Not as 73.4 GiB here and 73.3 GiB there, nor as 51.5 GiB where 51.6 was asked for."""
+    assert needed_and_available(100 * GIB, gib * GIB)[1] == bytes_in_words(gib * GIB)
 
 
 def test_what_fits_does_not_read_like_more_than_there_is():

@@ -159,3 +159,22 @@ def test_a_plan_changed_by_hand_fails_its_digest(tmp_path):
     folder.plans.write_text(folder.plans.read_text().replace('"loss_normaliser": ', '"loss_normaliser": 1', 1))
     with pytest.raises(CheckError, match=r"plans\.jsonl"):
         read_record(folder)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "state", "missing"),
+    [
+        ((), "done", ()),
+        ((1,), "done", ((1, 1),)),
+        ((0, 2, 3, 5), "done", ((0, 0), (2, 3), (5, 5))),
+        ((5,), "running", ()),  # its plan was made ahead
+    ],
+)
+def test_steps_without_a_row_are_named(tmp_path, lacking, state, missing):
+    folder = make_run(tmp_path / "run", num_steps=6, status={"state": state})
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join(line for step, line in enumerate(lines) if step not in lacking))
+    summary = summarise(folder)
+    assert summary.missing_steps == missing and summary.num_steps == 6 - len(lacking)
+    words = {1: "lack a row of step 1; all figures leave it out", 4: "lack rows of 4 steps: 0, 2 to 3, 5; all figures"}
+    assert words[len(lacking)] in summary.missing_in_words if missing else not summary.missing_in_words

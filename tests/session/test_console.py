@@ -120,6 +120,13 @@ def test_a_table_whose_reader_has_gone_ends_its_command_as_the_reader_wants(monk
     stream.close()
 
 
+def test_a_table_that_cannot_be_written_says_that_it_is_stdout(monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(LengthwiseError, match=r"stdout cannot be written \(No space left on device\); the command"):
+            console.stdout().print("an answer")
+
+
 def test_an_answer_that_cannot_be_written_is_one_error(monkeypatch):
     with open("/dev/full", "w") as full:  # flushes what is left
         monkeypatch.setattr(sys, "stdout", full)

@@ -1,6 +1,10 @@
 """Dry runs: a step of any rank on fake tensors counts what costs and plan say, without a GPU."""
 
+import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,6 +16,7 @@ from lengthwise.core.planned_micro_batch import PlannedMicroBatch
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.cost.analytic.volume import layer_volume
+from lengthwise.session import dry_run
 from lengthwise.session.dry_run import PlanToRun, dry_run_plan, dry_run_plans
 from tests.session import test_dry_run_slices as slices
 
@@ -212,3 +217,16 @@ def test_ranks_together_write_a_whole_checkpoint(name):
 def test_a_rank_that_is_not_there_is_refused():
     with pytest.raises(InputError, match=r"rank 8 is none of the plan's 8 ranks; name one up to 7"):
         dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[8])
+
+
+def test_while_ranks_run_their_number_is_shown(monkeypatch):
+    shown, bar = [], mock.MagicMock()
+    bar.__enter__().add_task.side_effect = lambda words, total: shown.append(words)
+
+    def ran(command, **options):
+        assert shown == ["run 3 ranks on fake tensors"]
+        Path(command[-1]).write_text(json.dumps({"answers": [[], []]}))
+
+    monkeypatch.setattr(subprocess, "run", ran)
+    monkeypatch.setattr(dry_run, "progress", lambda: bar)
+    assert dry_run.run_process([{"ranks": [0, 1]}, {"ranks": [5]}]) == [[], []]

@@ -211,6 +211,7 @@ class SimulateDocument(JsonDocument):
     switch: float
     update: float
     padding: float
+    gap: float
     gap_median: float
     peak_gib: float
     mfu: float | None
@@ -240,6 +241,8 @@ class PolicyFields(Fields):
     """One policy on one cluster; numbers are null where it is refused."""
 
     policy: str
+    num_used: int | None
+    """Devices that some step computes on."""
     tokens_per_s: float | None
     step_time_s: float | None
     idle: float | None

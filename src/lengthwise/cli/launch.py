@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
 from lengthwise.core.errors import missing_package
 from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.processes import check_processes
+from lengthwise.session.console import stderr
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -172,7 +175,11 @@ def failed_first(failures: "Mapping[int, ProcessFailure]") -> str:
 
 
 def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The configuration file, if the first argument is one, and the overrides."""
-    if config is not None and "=" in str(config):
-        return None, [str(config), *(overrides or [])]
-    return config, overrides or []
+    """The configuration file, if the first argument is one, and the overrides; one that is repeated is told of."""
+    is_file = config is not None and "=" not in str(config)
+    changes = [*([] if config is None or is_file else [str(config)]), *(overrides or [])]
+    last = {change.partition("=")[0]: change for change in changes}
+    for key, number in Counter(change.partition("=")[0] for change in changes).items():
+        if number > 1 and is_first():
+            stderr().print(f"{key} is given {number:,} times; the last counts, {last[key]}", soft_wrap=True)
+    return config if is_file else None, changes

@@ -21,6 +21,8 @@ from lengthwise.core.atomic_write import reason
 from lengthwise.core.errors import LengthwiseError, Preempted
 from lengthwise.session.console import discard_stdout, emit_json, prepare_streams, print_error, write_out
 
+HELP = {"help_option_names": ["--help", "-h"]}
+"""What asks for help, of all commands."""
 USAGE = 2
 """The exit code of a command line that cannot be read."""
 
@@ -58,7 +60,7 @@ class LazyGroup(typer.core.TyperGroup):
         except ModuleNotFoundError as error:  # such as torch, which is an extra
             raise explain(error) from None
         command = typer.Typer(add_completion=False, rich_markup_mode=None)
-        command.command(name=cmd_name, help=COMMANDS[cmd_name])(_guarded(run))
+        command.command(name=cmd_name, help=COMMANDS[cmd_name], context_settings=HELP)(_guarded(run))
         return typer.main.get_command(command)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -101,7 +103,7 @@ class Completion(NamedTuple):
     type: str = "plain"
 
 
-app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyGroup, context_settings=HELP, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=True)

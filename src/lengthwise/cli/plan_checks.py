@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.config.run_config import Config
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.session.planning import make_sampler
+from lengthwise.session.state_placement import is_on_host
 
 if TYPE_CHECKING:
     from lengthwise.data.corpus import Corpus
@@ -42,20 +43,22 @@ def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster:
     for plan in plans.representatives():
         check_executable(plan, spec, cluster.num_devices)
     cost = AnalyticCost(
-        model=spec, cluster=cluster, dtype=config.train.dtype,
+        model=spec, cluster=cluster, dtype=config.train.dtype, state_on_host=is_on_host(config.train.offload_state),
         narrow_gradients=config.optim.optimizer_settings.narrow_gradients,
     )  # fmt: skip
+    num_devices, limit = cluster.num_devices, cluster.device.memory_bytes
     for scheme, (num_tokens, step) in plans.largest.items():
         try:
-            peak = int(cost.peak_bytes(np.asarray(num_tokens), scheme, num_devices=cluster.num_devices))
+            peak = int(cost.peak_bytes(np.asarray(num_tokens), scheme, num_devices=num_devices))
         except InputError:  # a scheme without analytic costs: the runtime refuses or executes it
             continue
-        if peak > cluster.device.memory_bytes:
-            needed, available = needed_and_available(peak, cluster.device.memory_bytes)
+        if peak > limit:
+            needed, available = needed_and_available(peak, limit)
+            on_host = int(cost.with_state_on_host().peak_bytes(num_tokens, scheme, num_devices=num_devices))
+            instead = f"Set {Setting.OFFLOAD_STATE}=host, with which it fits, plan" if on_host <= limit else "Plan"
             raise InfeasibleError(
                 f"{plans.path}, step {step}: a micro-batch of {num_tokens:,} tokens under {scheme.name} needs {needed} "
-                f"per device; a device has {available}. Plan again for these devices, or set cluster.memory_gib if "
-                "they have more",
-                what=f"a micro-batch of {num_tokens:,} tokens", value=peak, limit=cluster.device.memory_bytes,
-                unit="bytes",
+                f"per device; a device has {available}. {instead} again for these devices, or set cluster.memory_gib "
+                "if they have more",
+                what=f"a micro-batch of {num_tokens:,} tokens", value=peak, limit=limit, unit="bytes",
             )  # fmt: skip

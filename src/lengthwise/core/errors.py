@@ -41,6 +41,7 @@ class Setting(StrEnum):
     METHODS = "plan.methods"
     RECOMPUTE = "plan.recompute"
     OFFLOAD = "plan.offload"
+    OFFLOAD_STATE = "train.offload_state"
     SHARD_GRADIENTS = "plan.shard_gradients"
     HOST_MEMORY_GIB = "cluster.host_memory_gib"
     MAX_TOKENS = "plan.max_tokens"

@@ -24,8 +24,8 @@ def bytes_in_words(num_bytes: float, *, digits: int = 1) -> str:
 def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:
     """Both sizes in words, in one unit and with as many digits as it takes to tell them apart.
 
-    What is needed is rounded up, what is there down: a need of more than there is never reads like less, nor what fits
-    like what does not.
+    What is needed is rounded up, what is there as everywhere else: a need of more than there is never reads like less,
+    nor what fits like what does not.
     """
     smaller = min(needed_bytes, available_bytes) or max(needed_bytes, available_bytes)
     unit, word = next(
@@ -36,8 +36,8 @@ def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[s
     for digits in (1, 2, 3) if unit > 1 else ():
         scale = 10**digits
         needed = f"{math.ceil(needed_bytes / unit * scale) / scale:,.{digits}f}"
-        available = f"{math.floor(available_bytes / unit * scale) / scale:,.{digits}f}"
-        reads_as_less = math.ceil(needed_bytes / unit * scale) <= math.floor(available_bytes / unit * scale)
+        available = f"{available_bytes / unit:,.{digits}f}"
+        reads_as_less = float(needed.replace(",", "")) <= float(available.replace(",", ""))
         if (needed != available and reads_as_less == fits) or needed_bytes == available_bytes:
             return f"{needed} {word}", f"{available} {word}"
     return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,21 @@ class RunRecord:
                 ends_s[row["step"]] = datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
         first_s = min(ends_s.values(), default=0.0)
         return {step: f"after {timedelta(seconds=round(end_s - first_s))}" for step, end_s in ends_s.items()}
+
+    @cached_property
+    def missing_steps(self) -> tuple[tuple[int, int], ...]:
+        """The steps without a row that others follow, or that have a plan, as first and last of each stretch."""
+        steps = [row["step"] for row in self.rows]
+        is_done = self.status.get("state") == "done"
+        planned = [step for step in self.plans if step < steps[0] or (is_done and step > steps[-1])]
+        missing = [(step, step) for step in planned]
+        missing += [(before + 1, after - 1) for before, after in pairwise(steps) if after > before + 1]
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted(missing):
+            if joined and first == joined[-1][1] + 1:
+                first = joined.pop()[0]
+            joined.append((first, last))
+        return tuple(joined)
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the configuration; None when it has none."""

@@ -13,6 +13,9 @@ from lengthwise.report.record import RunRecord, read_record
 MOST_PICKED = 8
 """Steps among which a reader picks; the page holds the timelines of all of them."""
 
+MOST_NAMED = 8
+"""Stretches of missing steps that a sentence names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
@@ -80,12 +83,28 @@ class RunSummary:
     """Median over steps of predicted time over lower bound, less 1."""
     final_loss: float | None
     """Of the last step; not finite if training diverged."""
+    missing_steps: tuple[tuple[int, int], ...]
+    """First and last of each stretch of steps that no row of metrics is of, though others follow or it has a plan: the
+    figures leave them out."""
     steps: tuple[StepSummary, ...]
 
     @property
     def timed(self) -> tuple[StepSummary, ...]:
         """The steps after the warm-up."""
         return self.steps[self.num_warmup :]
+
+    @property
+    def missing_in_words(self) -> str:
+        """Which steps have no row of metrics, in a sentence; empty if none lacks one."""
+        if not self.missing_steps:
+            return ""
+        number = sum(last - first + 1 for first, last in self.missing_steps)
+        stretches = [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in self.missing_steps[:MOST_NAMED]]
+        more = ", ..." if len(self.missing_steps) > MOST_NAMED else ""
+        return (
+            f"The metrics lack {'a row of step' if number == 1 else f'rows of {number:,} steps:'} "
+            f"{', '.join(stretches)}{more}; all figures leave {'it' if number == 1 else 'them'} out."
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The figures without the single steps; what is not finite becomes null."""
@@ -123,6 +142,7 @@ def summarise_record(record: RunRecord, *, warmup: int = 1) -> RunSummary:
         prediction_error=_middle(abs(e) for step in timed if (e := step.prediction_error) is not None),
         gap=_middle(step.gap for step in timed),
         final_loss=steps[-1].loss,
+        missing_steps=record.missing_steps,
         steps=steps,
     )
 

@@ -234,7 +234,6 @@ class _Played:
     planned_s: float
     bound_s: float
     strategy: str
-    gap: float
     num_used: int
 
     @classmethod
@@ -248,7 +247,6 @@ class _Played:
             planned_s=plan.time_s,
             bound_s=plan.lower_bound_s,
             strategy=plan.strategy_words,
-            gap=plan.gap,
             num_used=plan.num_used,
         )
 
@@ -266,7 +264,7 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
     """Figures over all steps, shares weighted by time."""
     num_tokens = sum(batch.num_tokens for batch in batches)
     time_s = fsum(step.summary.step_time_s for step in played)
-    device_s = fsum(step.device_s for step in played)
+    device_s, bound_s = fsum(step.device_s for step in played), fsum(step.bound_s for step in played)
     spent_s = {
         name: fsum(getattr(step.summary.losses, name) * step.device_s for step in played)
         for name in ("compute", "communicate", "bubble", "imbalance", "switch", "update")
@@ -280,7 +278,7 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
         idle=(spent_s["bubble"] + spent_s["imbalance"]) / device_s,
         bubble=spent_s["bubble"] / device_s,
         padding=1.0 - num_tokens / sum(step.num_computed_tokens for step in played),
-        gap=median(step.gap for step in played),
+        gap=fsum(step.planned_s for step in played) / bound_s - 1.0 if bound_s else 0.0,
         peak_bytes=max(step.summary.peak_bytes for step in played),
         spent_s=spent_s,
         times_s=tuple(step.summary.step_time_s for step in played),

@@ -70,8 +70,13 @@ def write_out(text: str) -> None:
         discard_stdout()
         raise
     except OSError as error:
-        discard_stdout()
-        raise LengthwiseError(f"stdout cannot be written ({reason(error)}); the command's answer is lost") from None
+        raise _lost(error) from None
+
+
+def _lost(error: OSError) -> LengthwiseError:
+    """The error that stdout refuses a command's answer."""
+    discard_stdout()
+    return LengthwiseError(f"stdout cannot be written ({reason(error)}); the command's answer is lost")
 
 
 def discard_stdout() -> None:
@@ -158,6 +163,30 @@ class _LastingText:
         return getattr(self._stream, name)
 
 
+class _AnswerText:
+    """The stream of tables, whose errors say that it is stdout."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._tried(self._stream.write, text)
+
+    def flush(self) -> None:
+        self._tried(self._stream.flush)
+
+    def _tried(self, call: Any, *arguments: str) -> Any:
+        try:
+            return call(*arguments)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _lost(error) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def prepare_streams() -> None:
     """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is put in another
     way. What cannot be written to stderr ends nothing; nor to stdout in ranks, which have no answer to give.
@@ -221,7 +250,7 @@ def _console(*, to_stderr: bool) -> "Console":
 
         @property
         def file(self) -> Any:
-            return _LastingText(super().file) if self.stderr else super().file
+            return _LastingText(super().file) if self.stderr else _AnswerText(super().file)
 
         @file.setter
         def file(self, new_file: Any) -> None:

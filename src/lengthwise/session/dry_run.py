@@ -19,10 +19,12 @@ from lengthwise.core.layer_profile import AS_PREPARED, SPLIT_BACKWARD
 from lengthwise.core.pass_order import PipelineSchedule
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import counted as in_number
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.rank_work import RankWork, rank_work
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.models.stock_model import StockModel
+from lengthwise.session.console import progress
 from lengthwise.session.plan_steps import plan_steps
 from lengthwise.session.planning import batch_stream, resolve_cluster
 from lengthwise.session.prepared_dry_run import (
@@ -248,7 +250,10 @@ def run_process(requests: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]
         paths = [Path(folder) / name for name in ("request.json", "result.json")]
         paths[0].write_text(json.dumps(requests))
         command = [sys.executable, "-m", "lengthwise.runtime.dryrun.process", *map(str, paths)]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        with progress() as bar:  # each operation takes about a millisecond, and large clusters have many
+            ranks = in_number(sum(len(request["ranks"]) for request in requests), "rank")
+            bar.add_task(f"run {ranks} on fake tensors", total=None)
+            ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if not paths[1].is_file():
             raise LengthwiseError(
                 f"the process of the dry run ended with code {ran.returncode}: {ran.stdout[-2000:].strip()}"

@@ -9,10 +9,9 @@ import numpy as np
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.garbage import collection_paused
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.core.wording import GIB, needed_and_available
+from lengthwise.core.wording import GIB, counted, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate, most_tokens
-from lengthwise.plan.space.nothing_fits import host_is_full
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.session.ladder_rungs import LadderRung, memory_ladder
 from lengthwise.session.length_candidates import LengthSearch, holding_more, priced, schemes_of
@@ -118,13 +117,13 @@ def memory_limits(
         ladder = memory_ladder(asked, cost, on_host)
         if not ladder:
             spare = priced(schemes_of(search_space, on_host), on_host, cluster) if on_host.state_on_host else ()
-            _check_any_fits([*candidates, *spare], model, cluster)
+            _check_any_fits([*candidates, *spare], costs, asked)
         return MemoryLimits(model=model, cluster=cluster, candidates=candidates, ladder=ladder)
     search = LengthSearch(search_space=search_space, costs=costs)
     every = search.candidates_for(length)
     fitting = [candidate for candidate in every if candidate.max_tokens >= length]
     if not fitting:
-        _check_any_fits(every, model, cluster)
+        _check_any_fits(every, costs, asked)
         every = holding_more(search.candidates_for, most_tokens(every)) or every
         fitting = [candidate for candidate in every if candidate.max_tokens >= length]
     if not fitting:
@@ -134,27 +133,14 @@ def memory_limits(
     return MemoryLimits(model=model, cluster=cluster, candidates=candidates, length=length, fits=tuple(fits))
 
 
-def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
+def _check_any_fits(candidates: Sequence[Candidate], costs: Sequence[AnalyticCost], search_space: SearchSpace) -> None:
+    """Raise if none of the candidates holds a token: ``InputError`` where there are none at all, as by their limits."""
+    model, cluster = costs[0].model, costs[0].cluster
+    on = f"{model.name} on {cluster.name}"
     if not candidates:
-        raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
-    if not any(candidate.max_tokens for candidate in candidates):
-        _check_host(candidates, cluster)
-        state_bytes = min(candidate.state_bytes for candidate in candidates)
-        least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
-        raise InfeasibleError(
-            f"{spec.name} on {cluster.name}: no scheme fits a token; weights, gradients and each device's share of the "
-            f"optimizer take at least {least}, a device has {available}. "
-            "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods.",
-            what=spec.name, value=state_bytes, limit=cluster.device.memory_bytes, unit="bytes",
-        )  # fmt: skip
-
-
-def _check_host(candidates: Sequence[Candidate], cluster: ClusterSpec) -> None:
-    """Raise ``InfeasibleError`` if devices have room for a token, and the host none for what is kept there."""
-    lacking = [candidate for candidate in candidates if candidate.is_limited_by_host]
-    fitting = [candidate for candidate in lacking if candidate.state_bytes < cluster.device.memory_bytes]
-    if fitting:
-        raise host_is_full(min(candidate.host_bytes(1) for candidate in fitting), cluster)
+        raise InputError(f"no scheme of {on} fits with these --methods and limits; allow more")
+    if not most_tokens(candidates):
+        raise search_space.refusal(costs, cluster, model.num_layers, subject=f"{on}: ")
 
 
 def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
@@ -162,16 +148,16 @@ def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) 
     if leanest.is_limited_by_host:
         needed, available = needed_and_available(leanest.host_bytes(length), cluster.device.host_memory_bytes)
         raise InfeasibleError(
-            f"a sequence of {length:,} tokens puts {needed} per device into host memory under the leanest scheme, "
-            f"{leanest.scheme.name}; a device's share of the host has {available}. The longest that fits has "
-            f"{leanest.max_tokens:,} tokens. Give --host-memory if there is more, or more or larger devices.",
+            f"a sequence of {counted(length, 'token')} puts {needed} per device into host memory under the leanest "
+            f"scheme, {leanest.scheme.name}; a device's share of the host has {available}. The longest that fits has "
+            f"{counted(leanest.max_tokens, 'token')}. Give --host-memory if there is more, or more or larger devices.",
             what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
         )  # fmt: skip
     needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
     raise InfeasibleError(
-        f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
+        f"a sequence of {counted(length, 'token')} needs {needed} per device under the leanest scheme, "
         f"{leanest.scheme.name}; a device has {available}. The longest that fits has "
-        f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
+        f"{counted(leanest.max_tokens, 'token')}. Use more or larger devices, or allow more schemes with --max-degree, "
         "--max-stages and --methods.",
         what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
     )  # fmt: skip

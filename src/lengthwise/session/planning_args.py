@@ -61,6 +61,7 @@ _ARGUMENTS = {
     Setting.METHODS: "methods",
     Setting.RECOMPUTE: "recompute",
     Setting.OFFLOAD: "offload",
+    Setting.OFFLOAD_STATE: "offload",
     Setting.SHARD_GRADIENTS: "shard_gradients",
     Setting.SLICES: "slices",
     Setting.HOST_MEMORY_GIB: "host_memory_gib",

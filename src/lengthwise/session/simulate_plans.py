@@ -103,7 +103,7 @@ def parse_straggler(text: str) -> tuple[int, float]:
 def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[str, Any]:
     """Throughput and losses over the simulated steps; tokens are those trained, padding left out."""
     tokens = [plan.num_computed_tokens * (1 - plan.padding_fraction) for plan in plans]
-    total_s = fsum(step.step_time_s for step in steps)
+    total_s, bound_s = fsum(step.step_time_s for step in steps), fsum(plan.lower_bound_s for plan in plans)
 
     def share(name: str) -> float:
         return fsum(getattr(step.losses, name) * step.step_time_s for step in steps) / total_s
@@ -119,6 +119,7 @@ def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[s
         "idle": share("idle"),
         **{name: share(name) for name in parts},
         "padding": 1 - sum(tokens) / sum(plan.num_computed_tokens for plan in plans),
+        "gap": fsum(plan.time_s for plan in plans) / bound_s - 1 if bound_s else 0.0,
         "gap_median": median(plan.gap for plan in plans),
         "peak_gib": max(step.peak_bytes for step in steps) / GIB,
     }

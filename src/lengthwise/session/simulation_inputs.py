@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.config.run_config import load, load_saved
+from lengthwise.core.device_file import resolve_device
 from lengthwise.core.device_spec import DEVICES, DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
@@ -60,18 +61,29 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
     return run.read_spec(), load_saved(run.config).train.dtype
 
 
-def device_of_plans(path: Path | None, changes: list[str]) -> DeviceSpec | None:
-    """The device of the configured cluster, or of the run that the plans lie in; None: not known."""
+def check_device(path: Path | None, name: str | None) -> None:
+    """Raise ``InputError`` if there is no device of that name, or a configuration names its own."""
+    if name is None:
+        return
+    if path is None or path.suffix != ".jsonl":
+        raise InputError("--device is for files of plans, which name none; set cluster.name of the configuration")
+    resolve_device(name)
+
+
+def device_of_plans(path: Path | None, changes: list[str], *, name: str | None = None) -> DeviceSpec | None:
+    """The device of the configured cluster, of a preset or file, or of the run that plans lie in; None: not known."""
     if path is None or path.suffix != ".jsonl":
         return resolve_cluster(load(path, changes)).device
-    return DEVICES.get(str(_start_of_run(path).get("device")))
+    return DEVICES.get(str(_start_of_run(path).get("device"))) if name is None else resolve_device(name)
 
 
-def device_bytes_of(path: Path | None, changes: list[str]) -> int | None:
-    """Memory of a device of the configured cluster, or of the run that the plans lie in; None: not known, or a CPU."""
-    if path is None or path.suffix != ".jsonl":
-        device = resolve_cluster(load(path, changes)).device
-        return None if device.name == "cpu" else device.memory_bytes
+def device_bytes_of(path: Path | None, changes: list[str], *, name: str | None = None) -> int | None:
+    """Memory of a device that is named, of the configured cluster, or of the run that the plans lie in; None: not
+    known, or a CPU.
+    """
+    if name is not None or path is None or path.suffix != ".jsonl":
+        device = device_of_plans(path, changes, name=name)
+        return None if device is None or device.name == "cpu" else device.memory_bytes
     num_bytes = _start_of_run(path).get("device_memory_bytes")
     return num_bytes if isinstance(num_bytes, int) and num_bytes > 0 else None
 
@@ -85,12 +97,17 @@ def _start_of_run(plans: Path) -> dict[str, Any]:
 
 def training_outlook(
     plans: Sequence[StepPlan], tokens_per_s: float, path: Path | None, changes: list[str], *,
-    preset: str | None, budget: TrainingBudget,
+    preset: str | None, device_name: str | None, budget: TrainingBudget,
 ) -> dict[str, float | None]:  # fmt: skip
-    """MFU, and hours and cost of a whole training, as `lengthwise compare` reckons them; None: not known."""
-    device, model, dtype = device_of_plans(path, changes), None, ""
+    """MFU, and hours and cost of a whole training, as `lengthwise compare` reckons them; None: not known.
+
+    Tells what has to be named for an MFU.
+    """
+    device, model, dtype = device_of_plans(path, changes, name=device_name), None, ""
     with suppress(InputError) if preset is None else nullcontext():  # outside of a run, the model is not known
         model, dtype = model_of_plans(path, changes, preset=preset)
+    if unknown := [f"--{what} NAME" for what, spec in (("model", model), ("device", device)) if spec is None]:
+        stderr().print(f"MFU: {path} does not say all that it takes; add {' and '.join(unknown)}", soft_wrap=True)
     lengths = [n for plan in plans for line in plan.pipelines for m in line.micro_batches for n in m.pack.lengths]
     if device is not None and budget.price_per_hour is None:
         budget = replace(budget, price_per_hour=device.price_per_hour)

@@ -26,16 +26,14 @@ def simulation_html(
     """
     return render_simulation(
         SimulationPage(
-            title=f"Policy {document['policy']} on {document['num_devices']:,} devices",
+            title=f"Policy {document['policy']} on {counted(document['num_devices'], 'device')}",
             headline=" · ".join(_conditions(document["num_steps"], options)),
             tiles=(
                 KeyFigure("tokens per second", count(document["tokens_per_s"]), "padding not counted"),
                 KeyFigure("step time", seconds(document["step_time_s"]), "mean over steps"),
                 KeyFigure("idle", share(document["idle"]), "of the device time"),
                 KeyFigure("padding", share(document["padding"]), "of the computed tokens"),
-                KeyFigure(
-                    "gap to the bound", share(document["gap_median"]), "median over plans, above the proven bound"
-                ),
+                KeyFigure("gap to the bound", share(document["gap"]), "planned time of all steps above their bounds"),
                 KeyFigure("peak memory", memory(document["peak_gib"] * GIB), "of the device that holds most"),
                 *_known(
                     KeyFigure("MFU", share(document["mfu"]), "of the model's FLOPs, without recompute"),

@@ -105,7 +105,22 @@ def test_what_nobody_can_run_is_said_once_with_what_it_takes(cli, lengths):
     assert code == 0, err
     (refused,) = [line for line in out.splitlines() if "refused" in line]
     assert refused.startswith("static, packed, auto: refused: no scheme fits: the leanest, <1,1>")
-    assert "GiB per device" in refused and "a higher limit of stages" in refused
+    assert "GiB per device" in refused and "--max-stages" not in refused
+    assert "With --offload=auto the optimizer's state may be in host memory" in refused
+
+
+@pytest.mark.parametrize("more", [(), ("--host-memory", 10), ("--max-degree", 1)])
+def test_what_nothing_fits_takes_is_what_memory_says_and_plans(cli, tmp_path, more):
+    """By hand, 70.6 billion parameters take 16 bytes each, of which 12 are in host memory."""
+    np.save(tmp_path / "one.npy", [1])
+    cluster = ["--model", "llama-3-70b", "--device", "A100-80GB", "--gpus", 8, *more]
+    asked = ["compare", *cluster, "--lengths", tmp_path / "one.npy", "--steps", 1, "--policies", "auto"]
+    said = [cli(*command, "--hbm", 50)[2] for command in (asked, ["memory", *cluster])]
+    needs = [message.removeprefix("error: ").removeprefix("llama-3-70b on 1x8xA100-80GB: ") for message in said]
+    assert needs[0] == needs[1]
+    if not more:
+        assert "takes 51.6 GiB per device for weights and gradients" in needs[0] and "181.6 GiB in all" in needs[0]
+        assert cli(*asked, "--hbm", 51.6)[0] == 0
 
 
 def test_more_devices_than_are_planned_in_about_a_minute_are_refused_with_the_limit(cli, lengths):
@@ -209,6 +224,17 @@ def test_gaps_of_a_table_are_to_one_bound(cli, lengths):
     for one in rows:
         assert one["gap_to_common_bound"] >= one["gap"] - 1e-12
         assert one["gap_to_common_bound"] == pytest.approx(one["step_time_s"] / lowest - 1, rel=0.05, abs=0.01)
+
+
+def test_gaps_are_of_the_means_beside_them_also_where_one_step_is_most_of_the_time(cli, tmp_path):
+    """Of two steps, one has a sequence of 100,000 tokens alone, which leaves little to gain."""
+    np.save(tmp_path / "giant.npy", [100] * 50 + [100_000])
+    document = compare(cli, tmp_path / "giant.npy", "--model", "llama-7b", "--policies", "auto,padded", "--steps", 2)
+    rows = document["policies"]
+    lowest = min(one["bound_s"] for one in rows)
+    for one in rows:
+        assert one["gap"] == pytest.approx(one["step_time_s"] / one["bound_s"] - 1, rel=1e-6, abs=1e-9)
+        assert one["gap_to_common_bound"] == pytest.approx(one["step_time_s"] / lowest - 1, rel=0.05, abs=1e-3)
 
 
 def test_a_sweep_is_one_table_with_a_row_a_size(cli, lengths, tmp_path):
@@ -403,7 +429,7 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
     code, out, err = cli(*given, "--gpus", "1,4", "--policies", "static", "--max-length", "4096")
     rows = [line.split() for line in out.splitlines() if line.startswith("static ")]
     assert code == 0 and [row[-1] for row in rows] == ["none", "4,096"], err
-    assert "has 0.0 GiB. Raise --host-memory" in " ".join(out.split())
+    assert "has 0.0 GiB. With it on the device, the leanest, <1,1> dense r32, takes" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_length_is_answered_in_one_line(cli):
     (line,) = out.splitlines()
     cheapest = ask(cli, "--length", "100000")["cheapest"]
     assert line.startswith(f"a sequence of 100,000 tokens fits: the least work is under {cheapest['scheme']}, with ")
-    assert "of 73.3 GiB on each device at its peak" in line and "of the schemes that were looked at for it" in line
+    assert "of 73.4 GiB on each device at its peak" in line and "of the schemes that were looked at for it" in line
 
 
 def test_tables_are_printed_for_people(cli):
@@ -97,7 +97,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
         (["--device", "H100-80G.yaml"], 2, "there is no device file H100-80G.yaml; did you mean H100-80GB?"),
         (["--device", "A100"], 2, "did you mean A100-"),
         (["--hbm", "200"], 2, "200 GiB of memory are more than the 79.1 GiB of a "),
-        (["--hbm", "0.001"], 3, "no scheme fits a token"),
+        (["--hbm", "0.001"], 3, "no scheme fits: the leanest, <8,1> metp, takes 3.5 MiB"),
         (["--gpus", "1", "--length", "1000000000000"], 3, "The longest that fits has"),
         (["--model", "bert-1024", "--length", "513"], 2, "longer than the 512 positions that bert-1024 has learned"),
     ],
@@ -120,6 +120,10 @@ def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, change
 def test_every_rung_holds_more_than_those_before_also_where_the_host_is_small(cli, more):
     reach = [rung["max_tokens"] for rung in ask(cli, *more)["ladder"]]
     assert len(reach) > 2 and all(longer > shorter for shorter, longer in pairwise(reach))
+
+
+def test_one_token_is_no_tokens(cli):
+    assert "a sequence of 1 token fits" in cli(*GIVEN, "--length", 1)[1]
 
 
 def test_each_rung_of_the_ladder_holds_at_least_as_much_as_those_before(cli):

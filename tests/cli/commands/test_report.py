@@ -46,6 +46,16 @@ def test_report_json_is_one_document(lengthwise, tmp_path):
     assert summary["num_steps"] == 5 and summary["num_warmup"] == 2 and summary["policy"] == "auto"
 
 
+def test_a_row_that_is_missing_is_warned_of_in_page_json_and_terminal(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    folder.metrics.write_text("".join(lines[:2] + lines[3:]))
+    code, out, err = lengthwise("report", folder.path, "--json")
+    assert code == 0 and json.loads(out)["runs"][0]["missing_steps"] == [[2, 2]]
+    words = "The metrics lack a row of step 2; all figures leave it out."
+    assert f"warning: {folder.path}: {words}" in err.replace("\n", " ") and words in folder.report.read_text()
+
+
 def test_several_runs_share_one_page_and_one_trace(lengthwise, tmp_path):
     folders = [make_run(tmp_path / p, policy=p, name=p, num_steps=4).path for p in ("padded", "auto")]
     code, out, _ = lengthwise("report", *folders, "--out", tmp_path / "compare.html", "--json")

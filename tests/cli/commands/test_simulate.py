@@ -216,6 +216,21 @@ def test_plans_outside_of_a_run_have_no_mfu(cli, single):
     assert code == 2 and "say of how many --tokens" in err
 
 
+def test_plans_outside_of_a_run_have_an_mfu_where_model_and_device_are_named(cli, single):
+    code, out, err = cli("simulate", single, "--model", "llama-tiny", "--json")
+    assert code == 0 and json.loads(out)["mfu"] is None and "add --device NAME" in err and "--model" not in err
+    assert "add --model NAME and --device NAME" in cli("simulate", single)[2]
+    code, out, err = cli("simulate", single, "--model", "llama-tiny", "--device", "H100-80GB", "--json")
+    document = json.loads(out)
+    lengths = np.array([5, 5, 5, 5])
+    flops_per_token = model_preset("llama-tiny").train_flops(lengths).sum() / lengths.sum()
+    assert document["mfu"] == pytest.approx(document["tokens_per_s"] * flops_per_token / (2 * 989e12)) and not err
+    code, _, err = cli("simulate", single, "--device", "H100-80")
+    assert code == 2 and "did you mean H100-80GB" in err
+    code, _, err = cli("simulate", "cluster.name=8xH100-80GB", "--device", "H100-80GB")
+    assert code == 2 and "set cluster.name of the configuration" in err
+
+
 def test_a_page_says_that_it_draws_many_spans_coarsely(cli, tmp_path):
     many, few = (
         write(tmp_path / f"{count}.jsonl", make_plan([lane(*[1.0] * count), lane(1.0)])) for count in (100, 10)

@@ -1,5 +1,8 @@
 """Which schemes a cluster offers, and what batches planning looks at."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +62,54 @@ def test_a_refusal_names_the_leanest_scheme_that_the_cluster_has_devices_for():
             max_length=1000,
             search_space=SearchSpace(),
         )
+
+
+def one_token_on(model, cluster, memory_bytes, space, *, has_spare):
+    """The problem of one token on devices of so many bytes."""
+    device = replace(cluster.device, memory_bytes=memory_bytes, margin_bytes=0)
+    cluster = replace(cluster, device=device)
+    cost = AnalyticCost(model=model, cluster=cluster, dtype="bfloat16")
+    spare = cost.with_state_on_host() if has_spare else None
+    return make_problem(
+        cost, cluster=cluster, num_layers=model.num_layers, max_length=1, search_space=space, spare=spare
+    )
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+@pytest.mark.parametrize(
+    ("name", "on", "limits"),
+    [
+        ("llama-3-70b", "1x8xA100-80GB", {}),
+        ("llama-7b", "1x4xH100-80GB", {"methods": (Method.RING,), "shard_gradients": GradientSharding.AUTO}),
+        ("llama-7b", "3x1xH100-80GB", {"max_degree": 1, "recompute": RecomputeMode.NONE}),
+        ("llama-tiny", "2x2xH100-80GB", {"max_stages": 1}),
+    ],
+)
+def test_what_the_leanest_scheme_takes_with_one_token_is_enough_for_a_plan(name, on, limits, has_spare):
+    model, cluster, space = model_preset(name), cluster_preset(on), SearchSpace(**limits)
+    with pytest.raises(InfeasibleError) as refused:
+        one_token_on(model, cluster, 1 << 20, space, has_spare=has_spare)
+    least = int(refused.value.value)
+    problem = one_token_on(model, cluster, least, space, has_spare=has_spare)
+    assert Planner(policy="auto", problem=problem)(make_batch([1])).num_computed_tokens == 1
+    with pytest.raises(InfeasibleError) as refused:
+        one_token_on(model, cluster, int(0.999 * least), space, has_spare=has_spare)
+    assert refused.value.value == least
+
+
+def test_a_refusal_says_what_other_settings_would_take():
+    model, cluster = model_preset("llama-7b"), cluster_preset("1x4xH100-80GB", memory_gib=20)
+    cost = AnalyticCost(model=model, cluster=cluster, dtype="bfloat16")
+    given = {"cluster": cluster, "num_layers": model.num_layers, "max_length": 1000}
+    space = SearchSpace(methods=(Method.RING,), max_stages=1)
+    with pytest.raises(InfeasibleError) as refused:
+        make_problem(cost, search_space=space, **given)
+    found = re.search(r"With plan.max_stages=(\d+), (\S+) \S+ takes", str(refused.value))
+    assert found or "megatron_ts among plan.methods" in str(refused.value)
+    assert "With train.offload_state=auto the optimizer's state may be in host memory" in str(refused.value)
+    with pytest.raises(InfeasibleError) as refused:
+        make_problem(cost, search_space=space, spare=cost.with_state_on_host(), **given)
+    assert "train.offload_state" not in str(refused.value)
 
 
 def test_pipelines_of_different_numbers_of_stages_tile_a_cluster_that_no_single_number_divides():

@@ -24,7 +24,7 @@ from lengthwise.report.pages.compare_results import (
     fastest_first,
     headline,
 )
-from lengthwise.report.pages.sweep_results import sweep_figure
+from lengthwise.report.pages.sweep_results import slower_with_more, sweep_figure
 
 
 def make_pipeline(first, degree, stages, *, loads=(1.0,), phase=0):
@@ -143,7 +143,11 @@ def test_the_headline_says_who_is_fastest_whoever_that_is(speeds, sentence):
 
 def test_the_headline_says_that_devices_are_idle():
     sentence = headline(make_cluster(make_result("auto", 100.0, num_used=6), num_devices=7))
-    assert sentence == "auto trains 100 tokens per second on 6 of 7 devices."
+    assert sentence == (
+        "auto trains 100 tokens per second on 6 of 7 devices. 1 device computes nothing, yet takes part in every "
+        "update: a cluster of 6 may be faster."
+    )
+    assert "may be faster" not in headline(make_cluster(make_result("auto", 100.0, num_used=7), num_devices=7))
 
 
 def test_refused_policies_have_a_reason_and_no_bar():
@@ -251,3 +255,25 @@ def test_json_has_no_number_for_what_is_refused():
     first, second = document["policies"]
     assert first["refused"] is None and set(first["time_shares"]) == set(PARTS)
     assert {key for key, value in second.items() if value is not None} == {"policy", "refused"}
+
+
+def test_a_cluster_that_is_slower_than_a_smaller_one_is_named_on_the_page():
+    sizes = {4: 400.0, 8: 900.0, 9: 800.0, 16: 1500.0}
+    clusters = [
+        make_cluster(make_result("auto", speed, num_used=min(size, 8)), num_devices=size, token_budget=1000)
+        for size, speed in sizes.items()
+    ]
+    words = "9 devices are slower than 8: 800 tokens per second against 900."
+    assert slower_with_more(clusters) == [words]
+    assert words in render_comparison(make_comparison(*clusters))
+
+
+def test_clusters_with_other_networks_or_steps_are_not_held_against_one_another():
+    def at(size, speed, **more):
+        return make_cluster(make_result("auto", speed), num_devices=size, **more)
+
+    assert not slower_with_more([at(8, 900.0, network_gbit_per_s=400), at(9, 800.0, network_gbit_per_s=100)])
+    budgets = [at(8, 900.0, token_budget=2), at(9, 800.0, token_budget=1), at(8, 700.0, token_budget=1)]
+    assert not slower_with_more(budgets)
+    grown = slower_with_more([at(8, 900.0, token_budget=8), at(9, 800.0, token_budget=9)])
+    assert grown == ["9 devices are slower than 8: 800 tokens per second against 900."]

@@ -17,6 +17,7 @@ from lengthwise.report.pages.history_figures import history_figures
 from lengthwise.report.pages.run_figures import RunReport, loss_figure
 from lengthwise.report.pages.run_page import render_page
 from lengthwise.report.pages.run_text import what_ran
+from lengthwise.report.pages.runs_table import labels
 from lengthwise.report.pages.templates import FOLDER as TEMPLATES
 from lengthwise.report.record import read_record
 from lengthwise.report.run_summary import MOST_PICKED, summarise_record
@@ -324,3 +325,9 @@ def test_on_paper_colours_stay_and_figures_are_not_cut():
     assert "@page { size: A4;" in css and "print-color-adjust: exact" in on_paper
     assert re.search(r"figure, [^{]*tr[^{]*\{ break-inside: avoid", on_paper)
     assert "@media screen and (prefers-color-scheme: dark)" in css, "a dark page is printed on white"
+
+
+def test_runs_of_one_name_and_policy_are_told_apart_by_their_folders(tmp_path):
+    runs = [report(make_run(tmp_path / name, num_steps=2)) for name in ("a", "b")]
+    assert labels([run.summary for run in runs]) == [str(tmp_path / name) for name in ("a", "b")]
+    assert labels([runs[0].summary] * 2) == [f"{k}: {runs[0].summary.name} {runs[0].summary.policy}" for k in (1, 2)]

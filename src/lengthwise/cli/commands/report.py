@@ -9,7 +9,7 @@ from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceS
 from lengthwise.core.atomic_write import is_stream
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.session.console import emit_json
+from lengthwise.session.console import emit_json, stderr
 
 
 def run(
@@ -39,6 +39,9 @@ def run(
         raise InputError(f"--kineto takes one run, whose ranks are its files, not {len(runs)}; report each by itself")
     choice = TraceChoice.parse(trace_steps, trace_ranks)
     summaries = write_report(runs, page_path, trace_path, warmup=warmup, choice=choice, kineto=kineto)
+    for summary in summaries:
+        if summary.missing_steps:
+            stderr().print(f"warning: {summary.path}: {summary.missing_in_words}", soft_wrap=True)
     if json:
         emit_json({"runs": [s.to_json() for s in summaries], "report": str(page_path), "trace": str(trace_path)})
     else:

@@ -18,6 +18,12 @@ Steps = Annotated[
 Jitter = Annotated[float, typer.Option(metavar="SIGMA", help="lognormal noise on every micro-batch, such as 0.1")]
 Straggler = Annotated[list[str] | None, typer.Option(metavar="RANK:FACTOR", help="a rank that is slower; repeatable")]
 
+ChakraFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="write Chakra traces, the input of ASTRA-sim, here")
+]
+Model = Annotated[str | None, typer.Option(metavar="NAME|DIR", help="the model, where no run or config names it")]
+Device = Annotated[str | None, typer.Option(metavar="NAME|FILE", help="the device, where no run or config names it")]
+
 
 def run(
     source: Annotated[Path | None, typer.Argument(help="plans.jsonl of `plan` or of a run, or a YAML config")] = None,
@@ -30,12 +36,9 @@ def run(
     trace_steps: TraceSteps = None,
     trace_ranks: TraceRanks = None,
     kineto: KinetoFolder = None,
-    chakra: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="write Chakra traces, the input of ASTRA-sim, here")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="the model, where no run or config names it")
-    ] = None,
+    chakra: ChakraFolder = None,
+    model: Model = None,
+    device: Device = None,
     tokens: Tokens = None,
     price_per_hour: PricePerHour = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
@@ -45,8 +48,8 @@ def run(
     from lengthwise.cli.tables.simulate_table import print_simulation
     from lengthwise.report.trace_choice import TraceChoice
     from lengthwise.report.whole_file import check_folder, check_place, write_whole
+    from lengthwise.session import simulation_inputs as inputs
     from lengthwise.session.simulate_plans import figures, parse_straggler
-    from lengthwise.session.simulation_inputs import device_bytes_of, model_of_plans, plans_of, training_outlook
     from lengthwise.session.simulation_report import simulation_html
     from lengthwise.session.simulation_traces import write_execution_traces, write_traces
     from lengthwise.session.sweep import parse_budget
@@ -61,16 +64,19 @@ def run(
     choice = TraceChoice.parse(trace_steps, trace_ranks)
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])), overlap=overlap)
     path, changes = split_arguments(source, overrides)
-    plans = plans_of(path, changes, steps=steps)
+    inputs.check_device(path, device)
+    plans = inputs.plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
-    document |= training_outlook(plans, document["tokens_per_s"], path, changes, preset=model, budget=budget)
+    document |= inputs.training_outlook(
+        plans, document["tokens_per_s"], path, changes, preset=model, device_name=device, budget=budget
+    )
     if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
         stderr().print(note, soft_wrap=True)
     if chakra is not None:
-        write_execution_traces(chakra, plans, choice, model_of_plans(path, changes, preset=model))
+        write_execution_traces(chakra, plans, choice, inputs.model_of_plans(path, changes, preset=model))
     if html is not None:
-        memory = device_bytes_of(path, changes)
+        memory = inputs.device_bytes_of(path, changes, name=device)
         write_whole({html: simulation_html(plans, simulated, options, document, device_bytes=memory).encode()})
     if as_json:
         emit_json(document)

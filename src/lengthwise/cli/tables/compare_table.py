@@ -8,7 +8,7 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import counted
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison, columns, headline, outlook, row
-from lengthwise.report.pages.sweep_results import sweep_columns, sweep_rows
+from lengthwise.report.pages.sweep_results import slower_with_more, sweep_columns, sweep_rows
 from lengthwise.session.compare_lengths import compare_points, ledger_words, write_page
 from lengthwise.session.compare_policies import PolicyComparison
 from lengthwise.session.console import emit_json, progress, stdout
@@ -54,6 +54,8 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
     if len(comparison.clusters) > 1:
         names = sweep_columns(comparison.clusters)
         console.print(table_of(names, sweep_rows(comparison.clusters, names)))
+        for sentence in slower_with_more(comparison.clusters):
+            console.print(sentence, soft_wrap=True)
     if is_sweep and not by_gpus:
         for why in dict.fromkeys(why for result in comparison.clusters for why in result.refusals):
             console.print(f"refused: {why}", soft_wrap=True)

@@ -1,6 +1,6 @@
 """What `lengthwise memory` prints: whether a length fits, and the longest sequence of every scheme."""
 
-from lengthwise.core.wording import needed_and_available
+from lengthwise.core.wording import counted, needed_and_available
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.session.console import stdout
 from lengthwise.session.memory_limits import MemoryLimits
@@ -35,10 +35,10 @@ def _answer(limits: MemoryLimits) -> str:
     """Whether the length fits, under which scheme with the least work, and how full a device is."""
     best = limits.fits[0]
     peak, available = needed_and_available(best.peak_bytes, limits.cluster.device.memory_bytes)
-    longest = limits.longest
+    longest, asked = limits.longest, counted(limits.length or 0, "token")
     return (
-        f"a sequence of {limits.length:,} tokens fits: the least work is under {best.candidate.scheme.name}, with "
-        f"{peak} of {available} on each device at its peak{_on_host(best.candidate, limits.length or 0)}; "
+        f"a sequence of {asked} fits: the least work is under {best.candidate.scheme.name}, with {peak}"
+        f" of {available} on each device at its peak{_on_host(best.candidate, limits.length or 0)}; "
         f"it fits under {len(limits.fits):,} of the schemes that were looked at for it, of which the "
         f"{_longest_what(limits)} is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
     )
@@ -123,7 +123,8 @@ def _print_fits(limits: MemoryLimits) -> None:
 
     from lengthwise.report.units import memory, seconds
 
-    stdout().print(f"\n{len(limits.fits):,} schemes fit a sequence of {limits.length:,} tokens, the least work first")
+    asked = counted(limits.length or 0, "token")
+    stdout().print(f"\n{len(limits.fits):,} schemes fit a sequence of {asked}, the least work first")
     shown = Table(box=None, pad_edge=False)
     shown.add_column("scheme")
     for heading in ("device-seconds", "time", "peak", "longest"):

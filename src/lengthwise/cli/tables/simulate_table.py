@@ -23,7 +23,7 @@ def print_simulation(document: dict[str, Any]) -> None:
         ("  bubbles within pipelines", share(document["bubble"])),
         ("  imbalance between pipelines", share(document["imbalance"])),
         ("padding", share(document["padding"])),
-        ("gap to the bound, median", f"{document['gap_median']:.2%}"),
+        ("gap to the bound", f"{document['gap']:.2%}"),
         ("peak memory per device", memory(document["peak_gib"] * GIB)),
         ("MFU", share(document["mfu"])),
         ("hours of the whole training", hours(document["hours"])),

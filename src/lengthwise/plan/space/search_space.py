@@ -11,7 +11,7 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError, Setting
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.garbage import collection_paused
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
@@ -148,6 +148,31 @@ class SearchSpace:
             "recomputed": {RecomputeMode.NONE: 0.0, RecomputeMode.ALL: 1.0}.get(self.recompute),
         }
 
+    def refusal(
+        self, costs: Sequence[CostModel], cluster: ClusterSpec, num_layers: int, *, subject: str = ""
+    ) -> InfeasibleError:
+        """The error that not even one token fits ``cluster``, with what the leanest scheme takes.
+
+        Args:
+            costs: with the optimizer's state on the device, and in host memory where it may be.
+            cluster: the devices.
+            num_layers: of the model.
+            subject: what the schemes are of, for the beginning of the message.
+        """
+        others = replace(
+            self, max_degree=self.degree and self.max_degree, max_stages=None,
+            methods=tuple(dict.fromkeys((*(self.methods or ()), *DEFAULT_METHODS, *SHARDED_METHODS))),
+            recompute=RecomputeMode.AUTO,
+            shard_gradients=max(self.shard_gradients, GradientSharding.AUTO, key=list(GradientSharding).index),
+        )  # fmt: skip
+        allowed, wider = (space._every_scheme(num_layers, cluster) for space in (self, others))
+        return nothing_fits(allowed, costs, cluster, wider=wider, methods=self.methods, subject=subject)
+
+    def _every_scheme(self, num_layers: int, cluster: ClusterSpec) -> list[PipelineConfig]:
+        """Schemes with every method that may join, with sharded gradients too where these may be chosen."""
+        schemes = self.widest.schemes(num_layers, cluster)
+        return with_sharded(schemes) if self.shard_gradients is GradientSharding.AUTO else schemes
+
     def _activations(self, num_layers: int, cluster: ClusterSpec) -> dict[str, Any]:
         """The fields of every scheme that say what becomes of its activations."""
         fields: dict[str, Any] = {"tile_tokens": self.tile_tokens} if self.tile_tokens else {}
@@ -190,12 +215,11 @@ def make_problem(
         InfeasibleError: under no scheme does even the model state fit.
     """
     samples = tuple(samples)
-    schemes, candidates = _schemes_and_candidates(
+    _, candidates = _schemes_and_candidates(
         (cost,) if spare is None else (cost, spare), cluster, num_layers, max_length, search_space, token_limit, samples
     )
     if not candidates:
-        limits = {"degree": search_space.max_degree, "stages": search_space.max_stages}
-        raise nothing_fits(schemes, cost, cluster, spare=spare, limits=limits)
+        raise search_space.refusal((cost,) if spare is None else (cost, spare), cluster, num_layers)
     return PlanningProblem(
         candidates=candidates,
         num_devices=cluster.num_devices,

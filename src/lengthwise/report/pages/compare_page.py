@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from lengthwise.core.wording import counted
 from lengthwise.report.pages.compare_figures import (
     length_figure,
     scaling_figure,
@@ -18,7 +19,7 @@ from lengthwise.report.pages.compare_results import (
     row,
     tiles,
 )
-from lengthwise.report.pages.sweep_results import sweep_page
+from lengthwise.report.pages.sweep_results import slower_with_more, sweep_page
 from lengthwise.report.pages.templates import render
 from lengthwise.report.units import count
 
@@ -33,9 +34,10 @@ def render_comparison(comparison: Comparison) -> str:
     assert clusters, "a page needs a policy that can run"
     many = len(comparison.clusters) > 1
     sizes = [cluster.num_devices for cluster in clusters]
+    headlines = [headline(cluster) for cluster in clusters] if len({*sizes}) == len(sizes) else []
     return render("policies.html.j2", 
         title=f"{comparison.model} on {', '.join(map(str, dict.fromkeys(sizes)))} {comparison.device}",
-        headlines=[headline(cluster) for cluster in clusters] if len({*sizes}) == len(sizes) else [],
+        headlines=[*headlines, *slower_with_more(clusters)],
         certificate="" if many else certificate(clusters[0]),
         comparison=comparison,
         scaling=scaling_figure(comparison.clusters) if len({*sizes}) == len(clusters) > 1 else None,
@@ -63,7 +65,7 @@ def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
 
 def _title(cluster: ClusterResult) -> str:
     network = f", {cluster.network_gbit_per_s:g} Gbit/s per device" if cluster.network_gbit_per_s else ""
-    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step{network}"
+    return f"{counted(cluster.num_devices, 'device')}, {count(cluster.tokens_per_step)} tokens a step{network}"
 
 
 def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:

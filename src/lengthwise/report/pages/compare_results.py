@@ -8,7 +8,7 @@ from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
-from lengthwise.core.wording import GIB
+from lengthwise.core.wording import GIB, counted
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.run_text import KeyFigure
 from lengthwise.report.units import MISSING, count, hours, memory, ratio, seconds, share, token_count
@@ -44,7 +44,7 @@ class PolicyResult:
     padding: float = 0.0
     """Share of the computed tokens."""
     gap: float = 0.0
-    """Median over the steps of predicted time above the proven bound, as a share of the bound."""
+    """Predicted time of all steps above the sum of their proven bounds, as a share of that."""
     peak_bytes: int = 0
     planning_s: float = 0.0
     """Seconds of one core that deciding a step took, nothing known of it before; of this machine, so it varies."""
@@ -64,9 +64,25 @@ class PolicyResult:
     num_used: int = 0
     """Devices that some step computes on; the others of the cluster are idle."""
 
+    @property
+    def median_gap(self) -> float:
+        """Median over the steps of predicted time above the proven bound, as a share of the bound."""
+        gaps = [time_s / bound_s - 1 for time_s, bound_s in zip(self.planned_s, self.bounds_s) if bound_s]
+        return median(gaps) if gaps else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; None for every number of a policy that is refused."""
-        names = ("tokens_per_s", "step_time_s", "idle", "bubble", "padding", "gap", "planning_s", "preparing_s")
+        names = (
+            "num_used",
+            "tokens_per_s",
+            "step_time_s",
+            "idle",
+            "bubble",
+            "padding",
+            "gap",
+            "planning_s",
+            "preparing_s",
+        )
         document: dict[str, Any] = {name: None if self.refused else getattr(self, name) for name in names}
         total_s = sum(self.spent_s.values())
         return {
@@ -157,9 +173,9 @@ class ClusterResult:
         return one.tokens_per_s / other.tokens_per_s if other and not one.refused else None
 
     def gap(self, one: PolicyResult) -> float:
-        """Median over the steps of ``one``'s predicted time above a bound for all policies: the lowest of theirs."""
-        bounds_s = [min(bounds) for bounds in zip(*(result.bounds_s for result in self.ranked))]
-        return median(time_s / bound_s - 1 for time_s, bound_s in zip(one.planned_s, bounds_s)) if bounds_s else one.gap
+        """Predicted time of all steps of ``one`` above their bounds for all policies: the lowest of theirs."""
+        bound_s = fsum(min(bounds) for bounds in zip(*(result.bounds_s for result in self.ranked)))
+        return fsum(one.planned_s) / bound_s - 1 if bound_s else one.gap
 
     def mfu(self, one: PolicyResult) -> float | None:
         """Model FLOPs utilization: FLOPs that the trained tokens need over what the devices could do meanwhile."""
@@ -229,9 +245,11 @@ def headline(cluster: ClusterResult) -> str:
     ranked = cluster.ranked
     best = ranked[0]
     used = f"{best.num_used} of " if 0 < best.num_used < cluster.num_devices else ""
-    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {used}{cluster.num_devices} devices"
+    devices = f"{used}{counted(cluster.num_devices, 'device')}"
+    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {devices}"
+    idle = _idle_words(best.num_used, cluster.num_devices)
     if len(ranked) == 1:
-        return f"{speed}."
+        return f"{speed}.{idle}"
     second = ranked[1]
     times = []
     if (over := cluster.over_static(best)) and best.policy != YARDSTICK and second.policy != YARDSTICK:
@@ -239,7 +257,16 @@ def headline(cluster: ClusterResult) -> str:
     lead = best.tokens_per_s / second.tokens_per_s
     as_many = f"{lead:.2f} times as many as" if lead >= 1.005 else "about as many as"
     times.append(f"{as_many} {second.policy}, the next best")
-    return f"{speed}: {' and '.join(times)}."
+    return f"{speed}: {' and '.join(times)}.{idle}"
+
+
+def _idle_words(num_used: int, num_devices: int) -> str:
+    """A sentence where devices compute nothing: the update has to reach them all the same."""
+    if not 0 < num_used < num_devices:
+        return ""
+    idle = num_devices - num_used
+    verbs = "computes nothing, yet takes" if idle == 1 else "compute nothing, yet take"
+    return f" {counted(idle, 'device')} {verbs} part in every update: a cluster of {num_used:,} may be faster."
 
 
 def certificate(cluster: ClusterResult) -> str:
@@ -247,7 +274,7 @@ def certificate(cluster: ClusterResult) -> str:
     best = cluster.ranked[0]
     return (
         f"With the schemes that these policies may use, no plan for the same batches can be more than "
-        f"{share(max(0.0, cluster.gap(best)))} faster (median over the steps): that is proven under the cost model."
+        f"{share(max(0.0, cluster.gap(best)))} faster over these steps: that is proven under the cost model."
     )
 
 
@@ -260,7 +287,7 @@ def tiles(cluster: ClusterResult) -> list[KeyFigure]:
         KeyFigure("speed-up", ratio(over), f"over {YARDSTICK}: packs to the context length under one scheme"),
         KeyFigure("MFU", share(cluster.mfu(best)), f"{count(cluster.per_device(best))} tokens per second and device"),
         KeyFigure("idle", share(best.idle), "of the device time: bubbles and waiting"),
-        KeyFigure("gap to the bound", share(cluster.gap(best)), "median of predicted time above the lower bound"),
+        KeyFigure("gap to the bound", share(cluster.gap(best)), "predicted time of all steps above their lower bounds"),
         KeyFigure("peak memory", memory(best.peak_bytes), "per device, of all steps"),
     ]
     words = f"for {token_count(cluster.budget.num_tokens or 0)} tokens"

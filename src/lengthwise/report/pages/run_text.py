@@ -47,7 +47,11 @@ def headline(summary: RunSummary, *, label: str) -> str:
 
 
 def alarm(record: RunRecord, summary: RunSummary) -> str:
-    """A sentence when the run has not ended well, or not yet; empty otherwise."""
+    """A sentence when the run has not ended well, or not yet, and one when steps are missing; else empty."""
+    return f"{_unfinished(record, summary)} {summary.missing_in_words}".strip()
+
+
+def _unfinished(record: RunRecord, summary: RunSummary) -> str:
     wanted = record.setting("train", "steps")
     steps = f"{summary.num_steps:,} of {counted(wanted, 'step')}" if isinstance(wanted, int) else ""
     progress = f"the report has {steps or counted(summary.num_steps, 'step')}"

@@ -14,12 +14,12 @@ from lengthwise.report.units import count, number, ratio, seconds, share
 
 
 def labels(summaries: Sequence[RunSummary]) -> list[str]:
-    """A short name for each run: its policy if that tells them apart, else its name, else both with a number."""
-    for names in ([s.policy for s in summaries], [s.name for s in summaries]):
+    """A short name for each run: its policy if that tells them apart, else its name, both, its folder, or a number."""
+    both = [f"{s.name} {s.policy}" for s in summaries]
+    for names in ([s.policy for s in summaries], [s.name for s in summaries], both, [s.path for s in summaries]):
         if len(set(names)) == len(names):
             return names
-    both = [f"{s.name} {s.policy}" for s in summaries]
-    return both if len(set(both)) == len(both) else [f"{k}: {name}" for k, name in enumerate(both, start=1)]
+    return [f"{k}: {name}" for k, name in enumerate(both, start=1)]
 
 
 def columns(summaries: Sequence[RunSummary]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from lengthwise.report.charts.lines import Series
 from lengthwise.report.charts.sweep_chart import sweep_chart
 from lengthwise.report.pages.compare_results import CELLS, YARDSTICK, ClusterResult, fastest_first
 from lengthwise.report.pages.run_figures import Figure
-from lengthwise.report.units import token_count
+from lengthwise.report.units import count, token_count
 
 AXES = {
     "tokens/step": "tokens per step",
@@ -64,6 +64,37 @@ def sweep_rows(clusters: Sequence[ClusterResult], columns: Sequence[str]) -> lis
 def _size_words(name: str, cluster: ClusterResult) -> str:
     size = sizes_of(cluster)[name]
     return token_count(size) if name == "tokens/step" else f"{size:,g}"
+
+
+def slower_with_more(clusters: Sequence[ClusterResult]) -> list[str]:
+    """A sentence for each cluster that trains fewer tokens per second than one of fewer devices with the same links.
+
+    Their steps are of as many tokens, unless they grow with the cluster.
+    """
+    clusters = [cluster for cluster in clusters if cluster.ranked]
+    points = {(cluster.num_devices, _links(cluster)) for cluster in clusters}
+    does_grow = len(points) == len(clusters)
+    sentences = []
+    for cluster in clusters:
+        speed = cluster.ranked[0].tokens_per_s
+        fewer = [
+            other for other in clusters
+            if other.num_devices < cluster.num_devices and _links(other) == _links(cluster)
+            and (does_grow or other.token_budget == cluster.token_budget)
+        ]  # fmt: skip
+        best = max(fewer, key=lambda other: other.ranked[0].tokens_per_s, default=None)
+        if best is not None and best.ranked[0].tokens_per_s > speed:
+            links = set(map(_links, clusters))
+            others = "" if len(links) == 1 else f" at {cluster.network_gbit_per_s:g} Gbit/s"
+            sentences.append(
+                f"{cluster.num_devices:,} devices are slower than {best.num_devices:,}{others}: {count(speed)} tokens "
+                f"per second against {count(best.ranked[0].tokens_per_s)}."
+            )
+    return sentences
+
+
+def _links(cluster: ClusterResult) -> tuple[float, float]:
+    return cluster.network_gbit_per_s, cluster.link_gbyte_per_s
 
 
 def sweep_figure(clusters: Sequence[ClusterResult]) -> Figure | None:
