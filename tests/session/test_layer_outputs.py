@@ -155,4 +155,4 @@ def problem_beyond(most_compared):
 
 def test_ranks_compare_the_loss_of_sequences_beyond_those_of_which_they_compare_gradients(ranks):
     for problem in ranks(2).run(problem_beyond, 44):
-        assert re.search(rf"sequences of {LONGEST}, 5 slots in one pack, degree 2.*: the loss differs", problem)
+        assert re.search(rf"sequences of 5, {LONGEST} slots in one pack, degree 2.*: the loss differs", problem)

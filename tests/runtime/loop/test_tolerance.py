@@ -113,8 +113,8 @@ def test_lengths_beyond_those_that_a_config_names_are_compared_by_their_loss():
     config = {"sliding_window": 4096, "hidden_size": 4000, "rope": {"original_max_position_embeddings": 3000}}
     found = settings(config, 5000)
     lengths = [(each.lengths, each.degree) for each in found if not each.gradients]
-    assert lengths == [((3000 + 375 + 1, 5), 4), ((4096 + 512 + 1, 5), 4)]
-    assert [(each.lengths, each.degree) for each in settings(config, 3100) if not each.gradients] == [((3100, 5), 4)]
+    assert lengths == [((5, 3000 + 375 + 1), 4), ((5, 4096 + 512 + 1), 4)]
+    assert [(each.lengths, each.degree) for each in settings(config, 3100) if not each.gradients] == [((5, 3100), 4)]
     assert {each.degree for each in found if each.lengths == (2048, 5)} == {1, 4}
     assert not [each for each in settings(config, 11) if len(each.lengths) == 2]
     assert [each.lengths for each in settings({}, 100) if len(each.lengths) == 2] == [(100, 5)] * 2

@@ -75,9 +75,12 @@ class VariedSequence(StretchedSequence):
         tokens = np.asarray(collator.source.tokens(0))
         super().__init__(tokens, collator.slot_tokens, is_ended=is_ended and tokens.ndim == 1)
         short = [number for number, length in enumerate(lengths) if length <= LONGEST]
+        short.sort(key=lambda number: -lengths[number])
         self._window_of = dict(zip(short, cycle(collator.windows))) if collator.windows else {}
         self._kinds = {} if has_kinds_of_ids(collator) or not collator.windows else collator.kinds
         self._collator, self._num_slots = collator, lengths
+        longer = [number for number in range(len(lengths)) if number not in self._window_of]
+        self._first_slot = {number: 3 * place for place, number in enumerate(longer)}
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """The tokens of a sequence."""
@@ -92,7 +95,7 @@ class VariedSequence(StretchedSequence):
         values = np.asarray(values_of(0))
         if name in self._kinds:
             values = np.concatenate([self._kinds[name], values])
-        return values[(np.arange(num_slots) + 3 * sequence) % len(values)]
+        return values[(np.arange(num_slots) + self._first_slot[sequence]) % len(values)]
 
 
 def has_kinds_of_ids(collator: PackCollator) -> bool:

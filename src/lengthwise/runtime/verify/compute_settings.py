@@ -17,7 +17,7 @@ from lengthwise.runtime.wrap.context import ALMOST_ONE
 _log = logging.getLogger("lengthwise")
 
 FEW = 2
-"""Slots of the last sequence of the short pack, fewer than many degrees."""
+"""Slots of the first sequence of the short pack, fewer than many degrees."""
 LONG = 2048
 """Most slots of a long sequence whose gradients are compared."""
 WORK = {"cpu": 5e9, "cuda": 5e12}
@@ -62,7 +62,7 @@ def short_lengths(collator: PackCollator, max_degree: int = 1) -> tuple[int, ...
 
     The first is not the longest, whose positions would be the indices of the pack's slots as far as any sequence goes.
     """
-    lengths = collator.compared_lengths or (*traced_lengths(collator)[::-1], FEW)
+    lengths = collator.compared_lengths or (FEW, *traced_lengths(collator))
     if max_degree <= sum(lengths):
         return lengths
     longest = max_degree if collator.longest is None else max(*lengths, min(collator.longest, max_degree))

@@ -35,8 +35,10 @@ class GrowingTables:
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         self._model, self._layers = model, tuple(layers)
-        self._first = self._known = _versions_of(_tables_of(model))
-        """The tables that there were first, and those for which it is known how long they are."""
+        self._others = set[str]()
+        """Tensors that every forward makes anew, such as values that a layer keeps."""
+        self._first = self._before_last = self._known = _versions_of(self._tables)
+        """The tables that there were first, before the last traced forward, and those whose length is known."""
         self._enough: int | None = None
         """Slots of a call for which all tables are long enough; None: there are none."""
         self._is_fixed = False
@@ -44,17 +46,28 @@ class GrowingTables:
         self.has_grown = False
         """Whether a forward has made a table."""
 
-    def note_traced(self, num_slots: int, state: StateBetweenCalls) -> bool:
-        """Note what forwards of up to ``num_slots`` slots made since ``state``; returns whether a table is among it."""
-        tables = _tables_of(self._model)
+    def note_forward(self) -> None:
+        """Note what a traced forward has left."""
+        self._before_last, self._known = self._known, _versions_of(self._tables)
+
+    def note_traced(self, num_slots: int) -> bool:
+        """Note what two forwards have made, the first of ``num_slots`` slots, the second of fewer; returns whether a
+        table is among it.
+        """
+        self._others |= {name for name, version in self._known.items() if self._before_last.get(name) != version}
+        tables = self._tables
         self._known = _versions_of(tables)
-        self.has_grown = self.has_grown or self._known != self._first
+        self.has_grown = any(self._first.get(name) != version for name, version in self._known.items())
         self._enough = num_slots if self.has_grown else _num_rows(tables)
-        return bool(state.table_made())
+        return self.has_grown
+
+    @property
+    def _tables(self) -> dict[str, Tensor]:
+        return {name: table for name, table in _tables_of(self._model).items() if name not in self._others}
 
     def may_grow(self, num_slots: int = 0) -> bool:
         """Whether there is a table that forwards may make longer; for ``num_slots`` slots, if any."""
-        tables = _tables_of(self._model)
+        tables = self._tables
         if (versions := _versions_of(tables)) != self._known:  # restored after a comparison, or made by another call
             self._known, self._enough = versions, 0 if self.has_grown else _num_rows(tables)
         return not self._is_fixed and self._enough is not None and not 0 < num_slots <= self._enough
@@ -72,7 +85,7 @@ class GrowingTables:
         num_slots = max(shard.num_slots, shard.longest)
         if not self.may_grow(num_slots):
             return set()
-        before, state, counts = _tables_of(self._model), StateBetweenCalls(self._model), shard.counts.copy()
+        before, state, counts = self._tables, StateBetweenCalls(self._model), shard.counts.copy()
         devices = [shard.device] if shard.device.type == "cuda" else []
         try:
             with torch.no_grad(), torch.random.fork_rng(devices), _ending_with(self._layers[-1]):
@@ -86,11 +99,12 @@ class GrowingTables:
             return set()
         finally:
             shard.counts = counts
-        tables, names = _tables_of(self._model), state.names()
-        self._known, self._enough, self.has_grown = _versions_of(tables), num_slots, self.has_grown or bool(names)
-        for name, table in tables.items() if names else ():
+        tables, known = self._tables, self._known
+        self._known, self._enough = _versions_of(tables), num_slots
+        self.has_grown = self.has_grown or self._known != known
+        for name, table in tables.items():
             _check_rows(type(self._model).__name__, name, before.get(name), table)
-        return names
+        return state.names()
 
 
 class WithoutAttention(InterceptCalls):

@@ -36,11 +36,13 @@ def learn_masks(
     shard: PackShard,
     layers: HookedLayers,
     new_intercept: Callable[[ForwardCalls], InterceptCalls],
-    forward: Callable[[MicroBatch], Any],
+    inputs_of: Callable[[MicroBatch], dict[str, Any]],
+    forward: Callable[..., Any],
 ) -> None:
     """Record masks for the lengths of a micro-batch, by computing some of its sequences alone.
 
-    ``new_intercept``: meets calls of a forward, and notes them; ``forward``: of a micro-batch of one sequence.
+    ``new_intercept``: meets calls of a forward, and notes them; ``forward``: takes what ``inputs_of`` makes of a
+    micro-batch.
     """
     make_alone = shard.alone
     for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
@@ -53,8 +55,10 @@ def learn_masks(
         layers.intercept = intercept
         devices = [shard.device] if shard.device.type == "cuda" else []
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices), active(micro_batch.shard), intercepting(intercept):
-                forward(micro_batch)
+            with torch.no_grad(), torch.random.fork_rng(devices), active(micro_batch.shard):
+                inputs = inputs_of(micro_batch)
+                with intercepting(intercept):
+                    forward(**inputs)
         except AllAttendedError:
             pass
         finally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -232,7 +233,7 @@ class WrappedModel:
             return
         self.masks.use(self.structure.computed_dtype)
         seen, state = self._traced(forwards)
-        if self.tables.note_traced(max(lengths), state):
+        if self.tables.note_traced(max(lengths)):
             self.own_state |= state.names()
             seen, state = self._traced(forwards)
         self.rules = compare(seen[0], seen[1], lengths, table_made=state.table_made)
@@ -249,6 +250,7 @@ class WrappedModel:
             self._intercept = self.layers.intercept = self._new_intercept(seen[-1])
             forward()
             self.layers.end()
+            self.tables.note_forward()
         return seen, state
 
     def grow_tables(self, shard: shards.PackShard, call: CompletedCall) -> None:
@@ -270,14 +272,11 @@ class WrappedModel:
 
     def _learn_masks(self, shard: shards.PackShard) -> None:
         """Record masks for the lengths of this micro-batch."""
-
-        def forward(micro_batch: MicroBatch) -> None:
-            with self._caches.off():
-                self._forward(**self.inputs_of(micro_batch))
-
         if self.masks and shard.alone is not None:
             self.masks.use(self.structure.computed_dtype)
-            learn_masks(self.masks, shard, self.layers, lambda calls: self._new_intercept(calls, self.rules), forward)
+            new = partial(self._new_intercept, rules=self.rules)
+            with self._caches.off():
+                learn_masks(self.masks, shard, self.layers, new, self.inputs_of, self._forward)
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The arguments of the forward for a micro-batch."""
