@@ -115,9 +115,9 @@ def test_lengths_beyond_those_that_a_config_names_are_compared_by_their_loss():
     lengths = [(each.lengths, each.degree) for each in found if not each.gradients]
     assert lengths == [((5, 3000 + 375 + 1), 4), ((5, 4096 + 512 + 1), 4)]
     assert [(each.lengths, each.degree) for each in settings(config, 3100) if not each.gradients] == [((5, 3100), 4)]
-    assert {each.degree for each in found if each.lengths == (2048, 5)} == {1, 4}
+    assert {each.degree for each in found if each.lengths == (5, 2048)} == {1, 4}
     assert not [each for each in settings(config, 11) if len(each.lengths) == 2]
-    assert [each.lengths for each in settings({}, 100) if len(each.lengths) == 2] == [(100, 5)] * 2
+    assert [each.lengths for each in settings({}, 100) if len(each.lengths) == 2] == [(5, 100)] * 2
 
 
 def test_all_recomputes_are_compared_at_the_lowest_and_the_highest_degree_and_layers_that_are_left_out():
