@@ -14,7 +14,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
+from lengthwise.runtime.loop.call_order import RankOperation
 from lengthwise.runtime.state.borrowed_parameters import is_borrowed
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
@@ -29,7 +29,6 @@ class TrainedModel(Protocol):
 
     wrapped_model: WrappedModel
     world: DistContext
-    next_step: int
 
     @property
     def is_closed(self) -> bool:
@@ -41,12 +40,8 @@ class TrainedModel(Protocol):
         """Gathers the weights of one layer at a time; None: every rank holds all of them."""
         ...
 
-    def inspect(self) -> tuple[str, int, bool]:
-        """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
-        ...
-
-    def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
-        """Adopt changes that loops made to weights between updates, if every rank made the same."""
+    def keep_changes(self, operation: RankOperation, call: str) -> None:
+        """Adopt changes that loops made to weights, where every rank makes the same ``call`` between two steps."""
         ...
 
 
@@ -79,7 +74,9 @@ class OptimizerMethods:
         self._check_between_steps(call)
         if self._run.gather is not None and self._run.gather.is_begun:
             raise CheckError(f"{call} within a step: ranks have its weights; call it after step.update()")
-        self._keep_changes(call)
+        self._run.keep_changes(RankOperation.MODE, call)
+        if self._run.gather is not None and self._run.wrapped_model.is_plain:
+            self._state.local_weights().adopt()
         with self._state.owned.lent_to_optimizer():
             result = method(*args, **kwargs)
         self._state.forget_weights()
@@ -121,19 +118,6 @@ class OptimizerMethods:
             else "each rank's optimizer has the state of the parameters that it updated, and would change these alone"
         )
         raise InputError(f"{call} after run.close(): {reason}; call it on every rank before run.close()")
-
-    def _keep_changes(self, call: str) -> None:
-        """Take over what the loop changed of weights, if every rank is here and did the same."""
-        run = self._run
-        problem, fingerprint, is_changed = run.inspect()
-        values = [fingerprint, int(is_changed)]
-        reports = sync_ranks(run.world, RankOperation.MODE, run.next_step, values=values, note=problem)
-        reports.check_same()
-        if any(reports.notes):
-            raise CheckError(f"{call}: {reports.notes_text()}")
-        run.take_over_changes(reports, call, columns=(0, 1))
-        if run.gather is not None and run.wrapped_model.is_plain:
-            self._state.local_weights().adopt()
 
 
 def own_methods(optimizer: torch.optim.Optimizer) -> list[str]:

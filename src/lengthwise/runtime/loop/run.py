@@ -322,13 +322,7 @@ class Run(WatchedModel):
         """
         state = self.sharded_state()
         self._come_between_steps("run.save()")
-        problem, fingerprint, is_changed = self.inspect()
-        values = [fingerprint, int(is_changed)]
-        reports = sync_ranks(self.world, RankOperation.SAVE, self.next_step, values=values, note=problem)
-        reports.check_same()
-        if any(reports.notes):
-            raise CheckError(f"run.save(): {reports.notes_text()}")
-        self.take_over_changes(reports, "run.save()", columns=(0, 1))
+        self.keep_changes(RankOperation.SAVE, "run.save()")
         entries, tensors = beside_to_save(self)
         extra = {"step": self.next_step, "sampler": self._pending.stream_state, "skipped": self.skipped, **entries}
         checkpoint.save(Path(folder), state, extra | {"ledger": self.ledger.state_dict()}, keep=keep, beside=tensors)

@@ -104,6 +104,20 @@ class WatchedModel(PreparedModel):
         """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
         return inspect_weights(self.state, self.parameters, is_whole=self.gather is None)
 
+    def keep_changes(self, operation: RankOperation, call: str) -> None:
+        """Adopt changes that loops made to weights, where every rank makes the same ``call`` between two steps.
+
+        Raises:
+            CheckError: ranks call different things, or the model or its copies are not as they should be.
+        """
+        problem, fingerprint, is_changed = self.inspect()
+        values = [fingerprint, int(is_changed)]
+        reports = sync_ranks(self.world, operation, self.next_step, values=values, note=problem)
+        reports.check_same()
+        if any(reports.notes):
+            raise CheckError(f"{call}: {reports.notes_text()}")
+        self.take_over_changes(reports, call, columns=(0, 1))
+
     def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
         """Adopt changes that loops made to weights between updates, if every rank made the same.
 

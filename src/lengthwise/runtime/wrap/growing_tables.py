@@ -99,9 +99,9 @@ class GrowingTables:
             return set()
         finally:
             shard.counts = counts
-        tables, known = self._tables, self._known
+        tables, versions = self._tables, self._known
         self._known, self._enough = _versions_of(tables), num_slots
-        self.has_grown = self.has_grown or self._known != known
+        self.has_grown = self.has_grown or self._known != versions
         for name, table in tables.items():
             _check_rows(type(self._model).__name__, name, before.get(name), table)
         return state.names()
