@@ -118,6 +118,7 @@ def test_where_other_schemes_are_as_fast_nothing_joins(max_length):
     assert any(candidate.scheme.shard_gradients for candidate in every.candidates)
 
 
+@pytest.mark.deep  # by default: where they pay, above
 def test_they_join_where_they_pay_with_offload_or_tiles_alone():
     """Equal sequences that no device holds without both: shares of gradients leave room for a faster method."""
     spec, cluster, lengths = model_preset("llama-3-8b"), cluster_preset("1x3xH100-80GB"), (25_000,) * 8
