@@ -62,6 +62,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.deep  # by default: rings in test_attention_methods, whole models in test_shared_prefixes
 @pytest.mark.parametrize(
     "name",
     [

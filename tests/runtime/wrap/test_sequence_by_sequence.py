@@ -30,7 +30,7 @@ ODDITIES = (
 )  # fmt: skip
 
 
-QUICK = ("short convolution", "second mixer", "sinks and window", "shared keys")
+QUICK = ("short convolution", "sinks and window", "shared keys")
 
 
 @pytest.mark.parametrize(
