@@ -91,6 +91,7 @@ def assert_same(found, expected, rung):
     assert (copied > 0) == (rung not in ("keep", "recompute"))
 
 
+@pytest.mark.deep  # by default: families below, under all rungs
 @pytest.mark.parametrize(
     "options",
     [
