@@ -169,7 +169,8 @@ def check_large():
         check(CAUSAL, (24, 3), (method,) * 2, scale=5.0 * LARGE)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.deep)], ids=str)
+@pytest.mark.deep  # by default: tests/runtime/train/test_exactness.py, in mixed precision
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_lower_precision_stays_within_its_rounding(ranks, dtype):
     ranks(3).run(check_precision, dtype)
 
