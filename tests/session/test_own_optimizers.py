@@ -156,7 +156,7 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(rank
     options = {key: value for key, value in OPTIONS.items() if key != "steps"}
     options |= {"optimizer": OPTIMIZERS[name], "recompute": "none"} | ({"weight_decay": 0.1} if name in DECAYS else {})
     first = ranks(2).run(train_in_parts, tmp_path, first=True, last=1, options=options)[0]
-    second = train_in_parts(tmp_path, first=False, last=STEPS, options=options)
+    second = ranks(3).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options)[0]
     np.testing.assert_allclose(first[0] + second[0], losses, rtol=EXACT)
     assert_equal_weights(second[1], weights)
 

@@ -92,8 +92,8 @@ def test_both_parts_of_a_layer_are_measured_under_every_method(measured):
                 assert layers < 1.1 * row.kept_bytes
         dense, longest = table.rows, {part.method: part.rows for part in table.shared}
         largest = max(range(len(dense)), key=lambda row: sum(dense[row].lengths))
-        assert longest["ulysses"][largest].parts.ffn_bytes < 0.6 * dense[largest].parts.ffn_bytes
-        assert longest["metp"][largest].parts.ffn_bytes < longest["ulysses"][largest].parts.ffn_bytes
+        assert longest["ring"][largest].parts.ffn_bytes < 0.6 * dense[largest].parts.ffn_bytes
+        assert longest["metp"][largest].parts.ffn_bytes < longest["ring"][largest].parts.ffn_bytes
 
 
 def test_a_profile_without_the_parts_of_layers_is_read(tmp_path):

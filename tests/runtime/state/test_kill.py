@@ -41,7 +41,7 @@ def undisturbed(nursery: Nursery, folder: Path, *, num_ranks: int) -> list[Row]:
 
 
 def test_ranks_killed_at_random_moments_lose_no_complete_checkpoint(nursery, whole, tmp_path):
-    kill_at_random(nursery, whole, tmp_path, num_kills=1, num_ranks=2)
+    kill_at_random(nursery, whole, tmp_path, num_kills=2, num_ranks=2)
 
 
 @pytest.mark.deep
