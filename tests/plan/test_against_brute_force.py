@@ -128,12 +128,13 @@ def test_the_bound_holds_where_passes_hide_a_part_of_the_update(seeds):
 @pytest.mark.parametrize("zero_bubble", [ZeroBubble.AUTO, pytest.param(ZeroBubble.ALL, marks=pytest.mark.deep)])
 def test_the_bound_holds_where_stages_split_backwards(zero_bubble):
     ratios, num_split = [], 0
-    for seed in (0, 2, 4, 5):
+    seeds = (0, 2, 4, 5) if zero_bubble == ZeroBubble.ALL else (0, 2)
+    for seed in seeds:
         plan, best_s = planned("auto", seed, everything, zero_bubble=zero_bubble, **SPACES["auto"][1])
         assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
         num_split += any(pipeline.scheme.zero_bubble for pipeline in plan.pipelines)
         ratios.append(plan.time_s / best_s)
-    assert num_split == 4 and fmean(ratios) < 1.01 and max(ratios) < 1.05
+    assert num_split == len(seeds) and fmean(ratios) < 1.01 and max(ratios) < 1.05
 
 
 @pytest.mark.deep
