@@ -416,7 +416,15 @@ def test_a_cluster_that_holds_nothing_keeps_no_other_from_being_shown(cli):
 def test_any_number_of_devices_is_compared(cli, gpus, shapes, more, policies):
     """Nodes of eight, the last of which has fewer."""
     given = "compare", "--model", "llama-7b", "--device", "H100-80GB", "--lengths", "commoncrawl", "--steps", "1"
-    given = *given, "--max-stages", "3", "--max-length", "16384"  # which are planned faster
+    given = (
+        *given,
+        "--max-stages",
+        "3",
+        "--max-length",
+        "16384",
+        "--tokens-per-step",
+        "60000",
+    )  # which are planned faster
     document = json.loads(cli(*given, *more, "--gpus", gpus, "--policies", policies, "--json")[1])
     clusters = document["clusters"] if len(shapes) > 1 else [document]
     for cluster, shape in zip(clusters, shapes, strict=True):
