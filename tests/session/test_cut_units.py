@@ -58,6 +58,7 @@ def test_groups_that_fit_no_rank_train_what_every_sequence_by_itself_trains(rank
             assert ledger == (MEMBERS * len(units), tokens, repeated)
 
 
+@pytest.mark.deep  # by default: groups that fit no rank, above
 def test_a_group_is_cut_over_ranks_where_that_is_faster_than_to_share_it(ranks):
     losses, weights = train_alone("clipped", [[unit] for unit in groups()[3:6]])
     for of_rank, ranks_of_parts, theirs in ranks(2).run(train_for_balance):

@@ -144,6 +144,7 @@ def low_precision_gpt():
     return models.gpt().float()
 
 
+@pytest.mark.deep  # by default: families above; gathered weights in test_gathered_weights
 @pytest.mark.parametrize(
     ("make", "options"),
     [
