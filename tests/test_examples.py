@@ -13,6 +13,7 @@ NEEDS_TRL = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not inst
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
 ON_RANKS = (
     "04_transformers",
+    pytest.param("04_transformers", id="04_transformers, compared", marks=pytest.mark.deep),
     pytest.param("03_plain_gpt", marks=pytest.mark.deep),
     pytest.param("05_video", marks=pytest.mark.deep),
     pytest.param("06_grpo", marks=pytest.mark.deep),
@@ -21,10 +22,15 @@ ON_RANKS = (
 )
 """Those that torchrun starts; python does as well."""
 ALONE = [path for path in EXAMPLES if path.stem != "04_transformers"]
+UNCHECKED = "from tests.runtime.harness import compare_where_asked\ncompare_where_asked()\n"
+"""Leaves out the comparison before a run, which other examples have."""
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
-FEWER = {"06_grpo": ("for iteration in range(8):", "for iteration in range(2):")}
+FEWER = {
+    "03_plain_gpt": ("numbers.geometric(0.04, 300)", "numbers.geometric(0.04, 80)"),
+    "06_grpo": ("for iteration in range(8):", "for iteration in range(2):"),
+}
 """Lines of examples that go round as often as it takes to learn something, and ones that go round all the same."""
 
 
@@ -58,8 +64,12 @@ def test_example_runs(path, tmp_path):
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_example_of_any_model_learns_on_two_ranks(name, tmp_path):
-    told = run(next(path for path in EXAMPLES if path.stem == name), tmp_path, *TORCHRUN)
+def test_example_of_any_model_learns_on_two_ranks(name, tmp_path, request):
+    path = next(path for path in EXAMPLES if path.stem == name)
+    if request.config.getoption("markexpr") != "deep":
+        (tmp_path / path.name).write_text(UNCHECKED + path.read_text())
+        path = tmp_path / path.name
+    told = run(path, tmp_path, *TORCHRUN)
     if "reward " in told:
         rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", told)]
         assert len(rewards) == 8 and np.mean(rewards[-3:]) > np.mean(rewards[:3])

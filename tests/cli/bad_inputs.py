@@ -5,13 +5,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from lengthwise.cli.main import main
 from lengthwise.core.cost import ProfileRow, ProfileTable
@@ -33,6 +36,17 @@ class Case:
     """All of them are in what is printed on stderr."""
     spoil: Callable[[Path], object] = field(default=lambda folder: None)
     code: int = 2
+
+
+def few_of_each(cases: Sequence[Case]) -> list[Any]:
+    """Cases as parameters: two values of each setting or column, and all others in deep runs."""
+    seen: Counter[str] = Counter()
+    parameters = []
+    for case in cases:
+        of, is_value, _ = case.name.partition("=")
+        seen[of] += bool(is_value)
+        parameters.append(pytest.param(case, marks=[pytest.mark.deep] * (seen[of] > 2)))
+    return parameters
 
 
 @contextmanager

@@ -76,6 +76,7 @@ def assert_same_run(folder: RunFolder, undisturbed: Path, *, tolerance: float = 
     assert folder.read_json("status.json")["state"] == "done"
 
 
+@pytest.mark.deep  # by default: while ranks meet, below
 def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
     """Here before there is a checkpoint, unless the machine is slow to kill it."""
     run = start("--max-restarts", 3)
@@ -112,7 +113,10 @@ def test_when_a_rank_is_killed_while_ranks_meet_all_are_started_again(start, und
     os.kill(int(second.suffix[1:]), signal.SIGKILL)
     code, printed = run.end()
     assert code == 0 and "stop" not in printed, printed[-3000:]
+    assert printed.count("restart 1: going on from ") == 1 and "restart 2" not in printed
+    assert run.folder.read_json("status.json")["attempt"] == 1
     assert_same_run(run.folder, undisturbed)
+    assert sorted(run.folder.read_timelines()) == list(range(STEPS))
 
 
 def assert_saved_and_ended(run: Run, code: int) -> None:

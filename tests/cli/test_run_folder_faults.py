@@ -378,6 +378,7 @@ def start(corpus):
         run.kill_everything()
 
 
+@pytest.mark.deep  # by default: test_claim; a removed folder in tests/runtime/state/test_disk.py
 def test_a_folder_in_use_is_refused_to_all_others_until_it_is_removed_under_its_run(start, cli, corpus, tmp_path):
     run = start(tmp_path / "run", "train.checkpoint_every=3")
     wait_until(lambda: candidates(run.folder.checkpoints))

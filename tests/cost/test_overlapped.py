@@ -55,34 +55,33 @@ def test_a_device_says_what_movement_beneath_passes_adds_to_them(device, is_hidd
     assert with_overlap(cost.base, 0) is cost.base and with_overlap(cost.base, 1).update_s(strategy) == 0.0
 
 
-def test_a_plan_hides_what_each_of_its_pipelines_has_room_for():
+@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.deep), "dcp-intra"])
+def test_a_plan_hides_what_each_of_its_pipelines_has_room_for(policy):
     """From the plan's own micro-batches; simulated, it takes as long, and with the user's share as that says."""
     cost = AnalyticCost(model=MODEL, cluster=cluster_preset("2x8xH100-80GB"))
-    for policy in ("auto", "dcp-intra"):
-        few = {"policy": policy, "steps": 1, "max_stages": 2, "offload": "none", "methods": ["ulysses"]}
-        few["tokens_per_step"] = 60_000 if policy == "auto" else 120_000
-        for plan in lengthwise.plan("githubcode", model="llama-7b", cluster="2x8xH100-80GB", **few):
-            if plan.num_phases > 1:
+    few = {"policy": policy, "steps": 1, "max_stages": 2, "offload": "none", "methods": ["ulysses"]}
+    few["tokens_per_step"] = 60_000 if policy == "auto" else 120_000
+    for plan in lengthwise.plan("githubcode", model="llama-7b", cluster="2x8xH100-80GB", **few):
+        if plan.num_phases > 1:
+            continue
+        parts, ends_s, times_s = cost.update_parts(plan.strategies[0]), [], []
+        for pipeline in plan.pipelines:
+            packs, stages = pipeline.micro_batches, pipeline.scheme.num_stages
+            if not packs:
                 continue
-            parts, ends_s, times_s = cost.update_parts(plan.strategies[0]), [], []
-            for pipeline in plan.pipelines:
-                packs, stages = pipeline.micro_batches, pipeline.scheme.num_stages
-                if not packs:
-                    continue
-                forwards = [forwards_in(pipeline.recompute_of(m)) for m in packs]
-                room_s = [
-                    max(0.0, m.time_s - m.comm_s - cost.overhead_s(pipeline.scheme_of(m)))
-                    for m in (packs[0], packs[-1])
-                ]
-                times_s.append(pipeline_end_s([m.time_s for m in packs], forwards, stages))
-                late_s = parts.exposed_pull_s(room_s[0] / forwards[0])
-                ends_s.append(times_s[-1] + late_s + parts.exposed_push_s(room_s[1] * (1 - 1 / forwards[-1])))
-                if stages == 1:
-                    assert max(packs, key=lambda m: m.time_s).time_s == packs[-1].time_s
-            assert plan.time_s == pytest.approx(max(ends_s) + parts.rest_s)
-            assert plan.update_s == pytest.approx(plan.time_s - max(times_s))
-            assert plan.hidden_update_s == pytest.approx(parts.whole_s - plan.update_s) and plan.hidden_update_s > 0
-            assert plan.lower_bound_s <= plan.time_s and type(plan).from_json(plan.to_json()) == plan
-            assert simulate(plan).step_time_s == pytest.approx(plan.time_s)
-            exposed_s = simulate(plan, SimOptions(overlap=0.0)).step_time_s
-            assert exposed_s == pytest.approx(plan.time_s + plan.hidden_update_s)
+            forwards = [forwards_in(pipeline.recompute_of(m)) for m in packs]
+            room_s = [
+                max(0.0, m.time_s - m.comm_s - cost.overhead_s(pipeline.scheme_of(m))) for m in (packs[0], packs[-1])
+            ]
+            times_s.append(pipeline_end_s([m.time_s for m in packs], forwards, stages))
+            late_s = parts.exposed_pull_s(room_s[0] / forwards[0])
+            ends_s.append(times_s[-1] + late_s + parts.exposed_push_s(room_s[1] * (1 - 1 / forwards[-1])))
+            if stages == 1:
+                assert max(packs, key=lambda m: m.time_s).time_s == packs[-1].time_s
+        assert plan.time_s == pytest.approx(max(ends_s) + parts.rest_s)
+        assert plan.update_s == pytest.approx(plan.time_s - max(times_s))
+        assert plan.hidden_update_s == pytest.approx(parts.whole_s - plan.update_s) and plan.hidden_update_s > 0
+        assert plan.lower_bound_s <= plan.time_s and type(plan).from_json(plan.to_json()) == plan
+        assert simulate(plan).step_time_s == pytest.approx(plan.time_s)
+        exposed_s = simulate(plan, SimOptions(overlap=0.0)).step_time_s
+        assert exposed_s == pytest.approx(plan.time_s + plan.hidden_update_s)

@@ -38,7 +38,7 @@ def test_the_reader_makes_an_index_of_functions(here):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 def test_the_parallel_method_equals_one_device(here, num_ranks):
     from tests.runtime.harness import RankPool
 

@@ -15,7 +15,8 @@ SMOOTHED = 1e-6
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.deep] * (kind == "trained")) for kind in evaluations.KINDS]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.deep] * (kind in ("trained", "only losses"))) for kind in evaluations.KINDS],
 )
 def test_an_evaluation_on_several_ranks_has_the_loss_of_transformers_on_one(kind, ranks, tmp_path):
     for rows_per_batch in (2,) if kind == "trained" else (2, 3):

@@ -218,6 +218,7 @@ def test_a_resumed_run_of_which_no_step_is_left_says_so(whole, tmp_path, caplog)
     assert any("nothing is left to train: the checkpoint is of step 4" in line for line in warnings_of(caplog))
 
 
+@pytest.mark.deep  # by default: steps without a loss in test_hf_trainer, logs of resumed runs above
 def test_a_run_resumed_among_steps_without_a_loss_logs_the_last_one_that_is_known(tmp_path):
     rows = trainers.dataset(10)
     for number in (0, 1, 5, 6, 7):

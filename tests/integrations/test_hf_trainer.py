@@ -131,6 +131,7 @@ def test_callbacks_see_the_events_of_transformers_own_trainer_in_its_order(ranks
             ], name
 
 
+@pytest.mark.deep  # by default: events of two ranks above; a stop in a_run_stopped_by_one
 def test_what_one_of_two_ranks_asks_for_at_any_event_both_do_as_one_rank_does(ranks, tmp_path):
     expected = trainers.events_by_wish(tmp_path / "one", 1)
     assert [events[-1][1] for events in expected] == [2, 2, 1, 0], "the steps at which they stop"

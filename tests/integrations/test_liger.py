@@ -6,6 +6,7 @@ Its kernels run on GPUs alone: these have the names, arguments and places of tho
 from types import MethodType
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
@@ -108,10 +109,11 @@ def train(ways):
     return found
 
 
-def test_replaced_layers_and_losses_train_what_one_device_trains(ranks):
+@pytest.mark.parametrize("ways", [WAYS[:1], pytest.param(WAYS[1:], marks=pytest.mark.deep)], ids=["fused", "layers"])
+def test_replaced_layers_and_losses_train_what_one_device_trains(ranks, ways):
     expected_losses, expected = loop_alone("llama")
-    for found in ranks(2).run(train, WAYS):
-        for (is_fused, _), (losses, weights, degrees, logits) in zip(WAYS, found, strict=True):
+    for found in ranks(2).run(train, ways):
+        for (is_fused, _), (losses, weights, degrees, logits) in zip(ways, found, strict=True):
             np.testing.assert_allclose(losses, expected_losses, rtol=EXACT)
             assert_equal_weights(weights, expected)
             assert max(map(max, degrees)) == 2

@@ -77,7 +77,9 @@ def test_what_is_no_stream_of_items_is_refused(stream, options, said):
         list(lw.StreamBatches(run_at(), stream, **options))
 
 
-@pytest.mark.parametrize(("options", "num_steps"), [({"steps": 2}, 2), ({"epochs": 1}, 4)])
+@pytest.mark.parametrize(
+    ("options", "num_steps"), [({"steps": 2}, 2), pytest.param({"epochs": 1}, 4, marks=pytest.mark.deep)]
+)
 def test_steps_of_a_stream_end_after_as_many_as_were_asked_for(ranks, tmp_path, options, num_steps):
     for numbers in ranks(2).run(steps_of_stream, tmp_path, options):
         assert numbers == [list(range(num_steps)), []]

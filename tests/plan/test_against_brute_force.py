@@ -99,7 +99,7 @@ MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1
 """Planned time over the optimum: mean and worst."""
 
 
-@pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("policy", SPACES)
 def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy, share):
     candidates_of, options, cases = SPACES[policy]
@@ -114,7 +114,7 @@ def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy, share):
     assert fmean(ratios) < mean and max(ratios) < worst
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 24), marks=pytest.mark.deep)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 24), marks=pytest.mark.deep)])
 def test_the_bound_holds_where_passes_hide_a_part_of_the_update(seeds):
     ratios = []
     for seed in seeds:
@@ -128,12 +128,13 @@ def test_the_bound_holds_where_passes_hide_a_part_of_the_update(seeds):
 @pytest.mark.parametrize("zero_bubble", [ZeroBubble.AUTO, pytest.param(ZeroBubble.ALL, marks=pytest.mark.deep)])
 def test_the_bound_holds_where_stages_split_backwards(zero_bubble):
     ratios, num_split = [], 0
-    for seed in (0, 2, 4, 5):
+    seeds = (0, 2, 4, 5) if zero_bubble == ZeroBubble.ALL else (0, 2)
+    for seed in seeds:
         plan, best_s = planned("auto", seed, everything, zero_bubble=zero_bubble, **SPACES["auto"][1])
         assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
         num_split += any(pipeline.scheme.zero_bubble for pipeline in plan.pipelines)
         ratios.append(plan.time_s / best_s)
-    assert num_split == 4 and fmean(ratios) < 1.01 and max(ratios) < 1.05
+    assert num_split == len(seeds) and fmean(ratios) < 1.01 and max(ratios) < 1.05
 
 
 @pytest.mark.deep
@@ -196,7 +197,7 @@ def assert_no_slower(times_s):
     assert all(more_s <= less_s * (1 + 1e-9) for less_s, more_s in pairwise(times_s)), times_s
 
 
-@pytest.mark.parametrize(("seed", "pools"), [(19, POOLS[2:4]), (48, POOLS[1:3])])
+@pytest.mark.parametrize(("seed", "pools"), [(19, POOLS[2:4]), pytest.param(48, POOLS[1:3], marks=pytest.mark.deep)])
 def test_layerwise_mixes_are_planned_on_every_degree_whatever_paradyse_itself_would_use(seed, pools):
     assert_no_slower(planned_in(pools, seed))
 

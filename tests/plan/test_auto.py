@@ -67,7 +67,7 @@ def test_a_policy_that_fails_is_left_out_with_a_warning_and_one_that_refuses_wit
     assert str(warning.message) == "policy auto goes on without policy hotspa, which fails: RuntimeError: broken"
 
 
-@settings(max_examples=examples(12, fewest=6), deadline=None)
+@settings(max_examples=examples(12, fewest=4), deadline=None)
 @given(problems())
 def test_auto_is_never_slower_than_any_policy(case):
     problem, lengths = case
@@ -84,7 +84,7 @@ def test_auto_is_never_slower_than_any_policy(case):
     assert best.time_s == pytest.approx(simulate(best).step_time_s, rel=1e-12)
 
 
-@settings(max_examples=examples(20, fewest=6), deadline=None)
+@settings(max_examples=examples(20, fewest=4), deadline=None)
 @given(problems(), st.sampled_from(["auto", "hydraulis"]))
 def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, policy):
     problem, lengths = case
@@ -102,7 +102,7 @@ def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, 
     assert plan.digest == Planner(policy=policy, problem=problem)(batch).digest
 
 
-@settings(max_examples=examples(10, fewest=5), deadline=None)
+@settings(max_examples=examples(10, fewest=3), deadline=None)
 @given(problems(), st.sampled_from(["auto", "hydraulis", "dcp-inter", "packed"]), st.randoms(use_true_random=False))
 def test_units_are_priced_by_what_they_attend_to_and_above_their_bound(case, policy, random):
     problem, lengths = case
@@ -220,6 +220,7 @@ def nested_problems(seed):
     return problems, np.minimum(rng.lognormal(3, 1, int(rng.integers(3, 15))).astype(int) + 1, longest)
 
 
+@pytest.mark.deep  # by default: tests/plan/test_larger_search_space.py
 @pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.deep)])
 def test_more_methods_make_hardly_any_step_slower_and_none_by_much(seeds):
     """Searches are not exhaustive, so that a larger space can end worse; what is found of fewer methods is tried."""
@@ -301,7 +302,7 @@ def test_of_plans_that_compute_everything_alike_the_faster_is_taken_whatever_the
     assert plan.time_s == pytest.approx(0.25 + 0.5 + 1.0), "two packs of a hundred tokens"
 
 
-@settings(max_examples=examples(12, fewest=5), deadline=None)
+@settings(max_examples=examples(12, fewest=3), deadline=None)
 @given(problems(), st.sampled_from([0.02, 0.1, 0.5]))
 def test_auto_is_slower_than_a_policy_by_no_more_than_the_error_of_measured_costs(case, of_ratios):
     problem, lengths = case

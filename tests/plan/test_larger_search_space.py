@@ -74,7 +74,10 @@ def time_s(problem, lengths):
 
 @pytest.mark.parametrize(
     ("model", "cluster", "longest"),
-    [("llama-3-8b", "3x1xH100-80GB", 65_536), ("llama-13b", "1x8xH100-80GB", 16_384)],
+    [
+        ("llama-3-8b", "3x1xH100-80GB", 65_536),
+        pytest.param("llama-13b", "1x8xH100-80GB", 16_384, marks=pytest.mark.deep),
+    ],
 )
 def test_every_smaller_search_space_is_part_of_the_larger_one(model, cluster, longest):
     schemes = {candidate.scheme for candidate in problem_of(model, cluster, EVERYTHING, longest=longest).candidates}
@@ -89,6 +92,7 @@ def test_every_smaller_search_space_is_part_of_the_larger_one(model, cluster, lo
         assert schemes.issuperset(candidate.scheme for candidate in smaller.candidates), space
 
 
+@pytest.mark.deep  # by default: of six sequences, below
 def test_tiles_make_no_plan_of_three_equal_sequences_slower():
     lengths = np.full(3, 16_384)
     spaces = EVERYTHING, replace(EVERYTHING, tile_tokens=0)

@@ -23,7 +23,7 @@ def fails(batch):
     raise ValueError("no plan")
 
 
-@pytest.mark.parametrize("policy", ["static", "auto"])
+@pytest.mark.parametrize("policy", ["static", pytest.param("auto", marks=pytest.mark.deep)])
 def test_every_plan_says_the_factor_of_its_own_batch(policy):
     planner = Planner(policy=policy, problem=PROBLEM, lr_scaling=SCALING)
     drawn = RandomMethods(planner=planner, seed=0)

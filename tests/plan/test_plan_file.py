@@ -236,7 +236,7 @@ def test_a_file_that_is_written_anew_while_it_is_used_is_noticed(write):
 
 def test_many_plans_are_not_held_in_memory(write, tmp_path):
     body = json.dumps(without_digest(DOCUMENTS[0])).split('"step": 0', 1)
-    count = 1_000
+    count = 500
     path = write("".join(f'{body[0]}"step": {step}{body[1]}\n' for step in range(count)))
     tracemalloc.start()
     plans = PlanFile(path)

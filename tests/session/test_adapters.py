@@ -18,6 +18,8 @@ from tests.session import models
 from tests.session.columns import OPTIONS, assert_equal, following, gpt2, gradient, learned
 from tests.session.test_partial_calls import llama
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 def test_an_activated_adapter_learns_sequence_by_sequence_what_it_learns_alone():
     torch.manual_seed(1)

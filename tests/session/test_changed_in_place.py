@@ -13,6 +13,8 @@ from tests.session import models
 from tests.session.loops import weights_of
 from tests.session.test_partial_calls import assert_equal, dataset, gpt2, llama, module, train
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 ITEMS = dataset(8)
 OWN = models.rows(8, longest=40)
 
@@ -56,7 +58,7 @@ def test_labels_that_are_changed_after_the_forward_are_not_learned():
     assert_equal(train(llama().float(), changed, items, recompute="all"), expected)
 
 
-@pytest.mark.parametrize("policy", ["dcp-intra", "static"])
+@pytest.mark.parametrize("policy", ["dcp-intra", pytest.param("static", marks=pytest.mark.deep)])
 def test_targets_that_are_left_out_in_place_before_the_forward_are_not_counted(policy):
     def call(model, micro_batch):
         inputs = micro_batch.inputs

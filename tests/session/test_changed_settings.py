@@ -195,6 +195,7 @@ def later_message(**options):
     return str(raised.value)
 
 
+@pytest.mark.deep  # by default: on one rank below, a setting on two above
 def test_packs_are_compared_again_where_a_loop_asks_for_it(ranks):
     for message in ranks(2).run(with_check, later_message):
         assert "GPT learns something else from" in message

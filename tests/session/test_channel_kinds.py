@@ -81,7 +81,7 @@ def options_of(in_columns):
 
 
 @pytest.mark.parametrize("in_columns", [False, True], ids=["frames", "columns"])
-@pytest.mark.parametrize("number", [0, 2, 5])
+@pytest.mark.parametrize("number", [0, pytest.param(2, marks=pytest.mark.deep), 5])
 @pytest.mark.parametrize("kind", [is_flagged, is_far])
 def test_what_packs_change_at_one_unusual_frame_of_any_item_is_noticed_before_the_run(kind, number, in_columns):
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ REFUSED = {
     "none for a default": ("window", {"window": None}, "argument 'window'"),
     "those of a module": ("placed", {"pos": "row"}, "several sequences or a part of one; leave pos out"),
 }
+LIKE_OTHERS = ("after those of padding", "those of a module", "a label's name")
 TAKEN = {
     "what is the default": ("mixing", {"mixes": False}),
     "what is not there": ("mixing", {"y": None}),
@@ -35,6 +36,7 @@ TAKEN = {
     "its own positions": ("gpt2", {"position_ids": "own"}),
     "positions of its own": ("placed", {"pos": "shifted"}),
 }
+LIKE_AN_EQUAL_ONE = ("what is the default", "what is not there")
 
 
 class Mixing(Plain):
@@ -100,14 +102,18 @@ def stepped(kind, arguments, **options):
     return model
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.deep] * (case in LIKE_OTHERS)) for case in REFUSED]
+)
 def test_an_argument_that_no_comparison_had_is_refused(case):
     kind, arguments, said = REFUSED[case]
     with pytest.raises(InputError, match=said):
         stepped(kind, arguments)
 
 
-@pytest.mark.parametrize("case", TAKEN)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.deep] * (case in LIKE_AN_EQUAL_ONE)) for case in TAKEN]
+)
 def test_one_that_changes_nothing_is_taken(case):
     kind, arguments = TAKEN[case]
     model = stepped(kind, arguments)
@@ -119,7 +125,7 @@ def test_one_that_changes_nothing_is_taken(case):
     ("first", "then"),
     [
         (False, True),
-        (torch.tensor(0.0), torch.tensor(1.0)),
+        pytest.param(torch.tensor(0.0), torch.tensor(1.0), marks=pytest.mark.deep),
         pytest.param(np.float32(0), np.float32(1), marks=pytest.mark.deep),
         pytest.param([0.0], [1.0], marks=pytest.mark.deep),
     ],

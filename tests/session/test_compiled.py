@@ -114,7 +114,7 @@ def test_what_is_watched_or_evaluated_is_computed_uncompiled():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_layers_that_their_user_compiled_are_compiled_by_the_run_and_given_back_compiled(in_place):
     expected, _ = one_step(build("gpt2"), compile=False)
     model = build("gpt2")

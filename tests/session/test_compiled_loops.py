@@ -12,6 +12,8 @@ from lengthwise.core.step_plan import StepPlan
 from tests.session import models
 from tests.session.structure_runs import OPTIONS, pipeline_of
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 LENGTHS = (7, 9, 9, 7, 12, 4)
 """Two in each pack: of one total, with other cuts."""
 REFUSED = r"was compiled after prepare, and compiled code .* leave torch\.compile out, .*compile=True"

@@ -152,11 +152,11 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
     [
         (Experts, LONGEST, r"computes something else of two sequences in a pack of \d+ slots than in one of 18"),
         (Asserting, LONGEST, r"AssertionError: a forward of \d+ tokens"),
-        (Chunks, LONGEST, "makes another loss of two sequences in a pack"),
+        pytest.param(Chunks, LONGEST, "makes another loss of two sequences in a pack", marks=pytest.mark.deep),
         (Memory, LONGEST, "computes something else of two sequences in a pack"),
         pytest.param(Sharper, LONGEST, "computes something else of two sequences in a pack", marks=pytest.mark.deep),
         (Plain, None, ""),
-        (Statistics, None, ""),
+        pytest.param(Statistics, None, "", marks=pytest.mark.deep),
     ],
 )
 def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_are_computed_otherwise(
@@ -192,7 +192,7 @@ def test_what_is_drawn_by_sequence_is_no_difference():
     train_video({**frames, "cost": OPTIONS["cost"], "memory_gib": 1000, "packing": "always"})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16])
 def test_losses_of_logits_that_are_not_made_are_compared_as_well(dtype):
     from transformers import LlamaConfig, LlamaForCausalLM
 

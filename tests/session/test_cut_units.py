@@ -58,6 +58,7 @@ def test_groups_that_fit_no_rank_train_what_every_sequence_by_itself_trains(rank
             assert ledger == (MEMBERS * len(units), tokens, repeated)
 
 
+@pytest.mark.deep  # by default: groups that fit no rank, above
 def test_a_group_is_cut_over_ranks_where_that_is_faster_than_to_share_it(ranks):
     losses, weights = train_alone("clipped", [[unit] for unit in groups()[3:6]])
     for of_rank, ranks_of_parts, theirs in ranks(2).run(train_for_balance):
@@ -66,6 +67,7 @@ def test_a_group_is_cut_over_ranks_where_that_is_faster_than_to_share_it(ranks):
         assert [set(of_step) for of_step in ranks_of_parts] == [{(0,), (1,)}] * 3
 
 
+@pytest.mark.deep  # by default: test_two_calls, and cut groups above
 def test_dropout_does_not_depend_on_how_groups_are_cut(ranks):
     for (whole, none), (cut, repeated) in ranks(2).run(gradients_with_dropout):
         assert repeated and not none and float(whole.abs().max()) > 1e-3

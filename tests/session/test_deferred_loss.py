@@ -150,7 +150,9 @@ def check_gathered() -> None:
     run.close()
 
 
-@pytest.mark.parametrize("use", ["backward", "arithmetic", "own", "compared"])
+@pytest.mark.parametrize(
+    "use", ["backward", "own", *(pytest.param(use, marks=pytest.mark.deep) for use in ("arithmetic", "compared"))]
+)
 def test_a_rank_without_memory_for_the_loss_goes_on_and_the_step_comes_again(monkeypatch, use) -> None:
     results, stock = [], deferred_logits.chunked_cross_entropy
     failures = [True, False] if use == "compared" else [True]  # the last one comes first

@@ -57,7 +57,7 @@ def step_of(model):
     return run.wrapped_model.by_sequence is None, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_layers_that_cannot_be_recomputed_are_not_by_themselves(caplog, is_packed):
     torch.manual_seed(0)
     make = (lambda: build("layer_forms.StateChanged")) if is_packed else (lambda: Documents().double())
@@ -81,7 +81,7 @@ def test_what_was_asked_for_is_refused_instead():
         lw.prepare(Documents().double(), rows(), **{**OWN_PLANS, "recompute": "all"})
 
 
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.deep), "all"])
 def test_what_layers_recompute_themselves_is_left_to_plans(caplog, recompute):
     model = build("layer_forms.CheckpointsAttention")
     stock = build("layer_forms.CheckpointsAttention")

@@ -10,6 +10,8 @@ import lengthwise as lw
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 OPTIONS = {
     "form_batches": True, "epochs": 1, "sequences_per_step": 6, "policy": "dcp-inter", "cost": models.mixed_cost(),
     "memory_gib": 40, "verbose": False,

@@ -16,6 +16,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
 from tests.session.structure_runs import OPTIONS, rows
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 CHANGED = "blocks.1.attention.qkv.linear.weight"
 BASE = "blocks.0.mlp.0.weight"
 

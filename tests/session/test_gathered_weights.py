@@ -318,6 +318,7 @@ def train_in(dtype, autocast):
     return losses
 
 
+@pytest.mark.deep  # by default: float64 above, bfloat16 by layer in test_narrow_gradients
 @pytest.mark.parametrize(
     ("dtype", "autocast"), [pytest.param(torch.bfloat16, False, marks=pytest.mark.deep), (torch.float32, True)]
 )

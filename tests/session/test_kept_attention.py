@@ -157,7 +157,10 @@ def test_seconds_and_bytes_are_those_of_rows_that_keep_attention():
             cost.sequence_times_s(lengths, replace(selective, **changes))
 
 
-@pytest.mark.parametrize(("memory_mib", "pays", "chosen"), [(7, True, {3}), (100, True, set()), (7, False, set())])
+@pytest.mark.parametrize(
+    ("memory_mib", "pays", "chosen"),
+    [(7, True, {3}), (7, False, set()), pytest.param(100, True, set(), marks=pytest.mark.deep)],
+)
 def test_plans_keep_attention_where_that_pays(memory_mib, pays, chosen):
     as_started_by_torchrun()
     rows = [np.arange(length) % models.VOCAB for length in (LONGEST, 40, 30, 200)]

@@ -14,6 +14,8 @@ from tests.session import models
 from tests.session.loops import step_through, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, assert_equal_weights, loop_on_one_device
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 LENGTHS = np.random.default_rng(5).integers(1, 40, 60)
 
 

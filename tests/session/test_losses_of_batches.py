@@ -91,7 +91,7 @@ def test_a_label_that_is_known_to_be_left_out_weighs_nothing():
     assert_equal_weights(compute(run, model), weights_of(alone))
 
 
-@pytest.mark.parametrize("kind", [Classes, AtLeast])
+@pytest.mark.parametrize("kind", [pytest.param(Classes, marks=pytest.mark.deep), AtLeast])
 def test_a_loss_with_a_divisor_of_its_own_is_said_to_train_the_mean_of_its_sequences(kind, caplog):
     items = [np.where(np.arange(len(row)) == 2, 0, row) for row in rows()]  # a class of another weight in each
     run, model = prepared(kind, items)
@@ -121,7 +121,7 @@ def test_a_class_of_another_weight_is_refused_when_it_comes_if_no_example_has_it
     run.close()
 
 
-@pytest.mark.parametrize("kind", [models.GPT, Counted])
+@pytest.mark.parametrize("kind", [pytest.param(models.GPT, marks=pytest.mark.deep), Counted])
 def test_a_mean_over_targets_is_one_sequence_by_sequence_too(kind, caplog):
     with caplog.at_level(logging.INFO, logger="lengthwise"):
         run, _ = prepared(kind, rows(lowest=1), packing="never")
@@ -233,7 +233,7 @@ def said_of(kind, caplog, **options):
         (Contrastive, None),
         (GradientAcross, None),
         (Centred, of_output),
-        (RowMeans, None),
+        pytest.param(RowMeans, None, marks=pytest.mark.deep),
         pytest.param(Centred, None, marks=pytest.mark.deep),
     ],
 )
@@ -260,7 +260,7 @@ def test_a_batch_of_a_classifier_has_the_label_of_each_of_its_sequences():
     assert label_of(labels=torch.tensor([[-100, 2], [1, -100]])).tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("loss", [None, of_output])
+@pytest.mark.parametrize("loss", [pytest.param(None, marks=pytest.mark.deep), of_output])
 def test_packs_of_a_mean_over_targets_are_not_warned_of(loss, caplog):
     by_sequence, said = said_of(models.GPT, caplog, loss=loss)
     assert not by_sequence and not any(NOTED in line for line in said)
@@ -271,7 +271,7 @@ def test_packs_of_a_mean_over_targets_are_not_warned_of(loss, caplog):
     [
         (BatchNorm, None),
         (SmallTerm, None),
-        (Frequent, None),
+        pytest.param(Frequent, None, marks=pytest.mark.deep),
         pytest.param(BatchNorm, of_output, marks=pytest.mark.deep),
     ],
 )

@@ -55,7 +55,7 @@ def plain_loop(model):
     ("make", "packing"),
     [
         (llama, "always"),
-        (taking_no_shifted, "always"),
+        pytest.param(taking_no_shifted, "always", marks=pytest.mark.deep),
         (mamba, "auto"),
         pytest.param(llama, "never", marks=pytest.mark.deep),
     ],
@@ -168,7 +168,12 @@ def scaled_loss(factor, output, micro_batch):
 mean_loss = partial(scaled_loss, 1.0)
 
 
-@pytest.mark.parametrize("make", [nn.Parameter, lambda value: value.requires_grad_()], ids=["parameter", "tensor"])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(nn.Parameter, marks=pytest.mark.deep), lambda value: value.requires_grad_()],
+    ids=["parameter", "tensor"],
+)
+@pytest.mark.usefixtures("unchecked")
 def test_trained_tensors_that_are_no_parameters_of_the_model_are_refused_wherever_a_loss_reads_them(make):
     temperature = make(torch.ones((), dtype=torch.float64))
     refused = r"the loss of GPT reads a tensor \[\] that requires a gradient and is no parameter of the model"

@@ -36,7 +36,7 @@ def train_by(methods, **options):
 @pytest.mark.parametrize(
     ("num_ranks", "methods"),
     [
-        (3, ("ring",)),
+        pytest.param(3, ("ring",), marks=pytest.mark.deep),  # by default: as they are measured, below
         pytest.param(4, ("ulysses_ring",), marks=pytest.mark.deep),
         *(pytest.param(n, (name,), marks=pytest.mark.deep) for n in (2, 3, 4) for name in ("ulysses", "all_gather")),
     ],

@@ -16,6 +16,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, weights_of
 from tests.session.test_prepare import OPTIONS
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 PLAIN_SGD = OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0)
 LR = 0.5
 UNIT = 2.0**-8

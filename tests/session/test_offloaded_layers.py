@@ -91,6 +91,7 @@ def assert_same(found, expected, rung):
     assert (copied > 0) == (rung not in ("keep", "recompute"))
 
 
+@pytest.mark.deep  # by default: families below, under all rungs
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,6 +144,7 @@ def low_precision_gpt():
     return models.gpt().float()
 
 
+@pytest.mark.deep  # by default: families above; gathered weights in test_gathered_weights
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -21,6 +21,8 @@ from tests.session.rollouts import (
 )
 from tests.session.test_prepare import assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 EXACT = 1e-11
 NORMALISERS = ("tokens", "items", "constant")
 

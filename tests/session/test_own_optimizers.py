@@ -14,6 +14,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, train_in_parts, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, batches_of
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 class NormedMatrices(torch.optim.Optimizer):
     """Follows each matrix's momentum divided by its spectral norm, and each vector's gradient divided by its length."""

@@ -19,6 +19,8 @@ from tests.session.structure_runs import PLAIN_SGD
 from tests.session.test_shifting_modules import Shifting
 from tests.session.trainers import dataset, gpt2
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 EXACT = 1e-12
 """float64; both calls compute the same."""
 ROWS = [{"input_ids": item["input_ids"]} for item in dataset(8)]

@@ -46,7 +46,7 @@ def test_a_batch_that_cannot_be_used_is_refused_when_its_step_comes(ranks):
         assert "has 99 tokens, over 48" in said
 
 
-@pytest.mark.parametrize("plan_ahead", [False, True])
+@pytest.mark.parametrize("plan_ahead", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_a_source_of_batches_that_fails_on_one_rank_ends_the_loop_of_all_when_its_step_comes(ranks, plan_ahead):
     for losses, said in ranks(2).run(fail_to_read, plan_ahead):
         np.testing.assert_allclose(losses, train_grpo_alone("tokens")[0][:1], rtol=EXACT)

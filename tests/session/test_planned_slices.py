@@ -197,4 +197,8 @@ def priced(**options):
 def test_slices_are_compared_and_priced_where_plans_may_have_them(ranks, tmp_path):
     for may_slice, is_priced, attention in ranks(2).run(priced, profile=tmp_path / "profile.json", slices="auto"):
         assert may_slice and is_priced and attention == AttentionSizes(num_heads=4, num_kv_heads=4, head_size=6)
+
+
+@pytest.mark.deep  # by default: micro-batches are whole where nobody asks for slices, above
+def test_slices_are_neither_compared_nor_priced_where_nobody_asks_for_them(ranks, tmp_path):
     assert set(ranks(2).run(priced, profile=tmp_path / "profile.json")) == {(False, False, None)}

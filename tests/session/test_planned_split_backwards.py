@@ -116,13 +116,17 @@ def test_what_split_backwards_leave_is_measured_once_and_left_out_where_they_may
     path = tmp_path / "profile.json"
     for splits, may_split, weights_s, time_s in ranks(2).run(costs_of, path):
         assert splits and may_split and 0 <= weights_s < time_s, "of so few tokens most is the same for any number"
-    assert {found[:2] for found in ranks(2).run(costs_of, None, weights="by-layer")} == {(True, True)}
     measured = path.read_text()
     split = LayerTable.load(path).of_degree(1, variant=SPLIT_BACKWARD)
     assert split and all(row.weights_s > 0 and row.kept_bytes > 1 for row in split)
     for options, expected in (({}, True), ({"zero_bubble": "none"}, False)):
         assert {found[0] for found in ranks(2).run(costs_of, path, **options)} == {expected}
         assert path.read_text() == measured
+
+
+@pytest.mark.deep  # by default: with whole weights above, and stages that gather theirs in tests/runtime/loop
+def test_backwards_split_where_stages_gather_their_weights(ranks):
+    assert {found[:2] for found in ranks(2).run(costs_of, None, weights="by-layer")} == {(True, True)}
 
 
 def refused(**options):

@@ -315,7 +315,7 @@ def train_uncut(kind):
         ("skipping", "learns something else in stages"),
         pytest.param("skipping by layer", "the loss reads what layer 0 returned", marks=pytest.mark.deep),
         ("frozen", "frozen models compute beside it"),
-        ("frozen later", ""),
+        pytest.param("frozen later", "", marks=pytest.mark.deep),
         ("split", "so zero_bubble='all' splits no backward: max_stages=1"),
     ],
 )
@@ -384,7 +384,8 @@ def train_out_of_memory(place):
     return losses, attempts, weights_of(model)
 
 
-@pytest.mark.parametrize("place", ["forward of layer 0", pytest.param("backward of layer 0", marks=pytest.mark.deep)])
+@pytest.mark.deep  # by default: tests/runtime/loop/test_stages.py, and one plan anew in test_memory_limit
+@pytest.mark.parametrize("place", ["forward of layer 0", "backward of layer 0"])
 def test_a_stage_that_runs_out_of_memory_has_the_step_planned_again_in_stages(ranks, place):
     ((losses, _, weights),) = ranks(1).run(train_out_of_memory, "nowhere")
     for found, attempts, others in ranks(2).run(train_out_of_memory, place):

@@ -117,6 +117,7 @@ def test_a_run_that_forms_batches_goes_on_with_those_that_wait(ranks, tmp_path):
     assert_equal_weights(second[1], whole[1])
 
 
+@pytest.mark.deep  # by default: test_gathered_weights, test_pairs, test_planned_stages
 def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "steps"}
     losses, weights = loop_on_one_device(3)
@@ -127,6 +128,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
     assert_equal_weights(last[1], weights)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_labels_of_items_are_the_targets():
     rows = models.rows()
     labels = [np.where(np.arange(len(row)) < len(row) // 2, -100, row) for row in rows]
@@ -139,6 +141,7 @@ def test_labels_of_items_are_the_targets():
     assert_equal_weights(weights_of(model), weights)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_labels_of_an_index_are_the_targets(tmp_path):
     """Rows that were cut too: the first token of a piece has no target, whatever its label."""
     rows = models.rows()
@@ -200,6 +203,7 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
     assert "the model's activation checkpointing is left out" in caplog.text
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_limit_of_positions_below_one_is_none():
     from transformers import XLNetConfig, XLNetLMHeadModel
 
@@ -311,6 +315,7 @@ def losses_under_autocast(is_around_loop):
     return losses
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_autocast_around_the_whole_loop_computes_with_weights_as_they_are_now():
     assert losses_under_autocast(True) == pytest.approx(losses_under_autocast(False), rel=1e-4)
 

@@ -11,6 +11,8 @@ from lengthwise.runtime.train.execute_step import DivergedError
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 SAME = 1e-6
 """transformers computes the loss in float32."""
 NUM_PLANS = 3

@@ -47,7 +47,7 @@ def sparse_gpt():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "make"), [(2, sparse_gpt), (3, models.gpt), pytest.param(4, models.gpt, marks=pytest.mark.deep)]
+    ("num_ranks", "make"), [(2, sparse_gpt), *(pytest.param(n, models.gpt, marks=pytest.mark.deep) for n in (3, 4))]
 )
 def test_shares_of_gradients_train_what_one_device_trains(ranks, alone, num_ranks, make):
     """With clipping by the norm of all gradients, which has a part on every rank."""

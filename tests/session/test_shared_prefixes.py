@@ -79,6 +79,7 @@ def test_a_shared_prefix_trains_what_every_sequence_by_itself_trains(ranks, num_
             assert num_ranks == 1 or max(degrees) > 1, way
 
 
+@pytest.mark.deep  # by default: prefixes above, rollouts in test_own_batches
 def test_groups_that_ranks_bring_share_prefixes_as_well(ranks):
     way = {"kind": "clipped", "cost": SimpleCost(capacity=50), "recompute": "none", "step_max_length": 90}
     losses, weights = train_alone("clipped", brought())

@@ -12,6 +12,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun
 from tests.session.structure_runs import PLAIN_SGD
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 LENGTHS = (13, 5, 21, 2, 8, 17)
 OPTIONS = {
     "sequences_per_step": len(LENGTHS), "order": "corpus", "optimizer": PLAIN_SGD, "lr": 0.3, "clip_norm": 0.0,

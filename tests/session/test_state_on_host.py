@@ -54,7 +54,6 @@ def train(ways, place):
     ("num_ranks", "ways"),
     [
         (1, ["whole"]),
-        (2, ["adapters, by layer"]),
         *(pytest.param(num_ranks, list(WAYS), marks=pytest.mark.deep) for num_ranks in (1, 2, 3)),
     ],
 )

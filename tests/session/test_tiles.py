@@ -42,11 +42,14 @@ WAYS = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
-def test_tiles_change_no_gradient(ranks, num_ranks):
+@pytest.mark.parametrize(
+    ("num_ranks", "ways"),
+    # All layers recomputed, and weights by layer; adapters and one rank in deep runs.
+    [(2, WAYS[1:3]), *(pytest.param(n, WAYS, marks=pytest.mark.deep) for n in (1, 2))],
+)
+def test_tiles_change_no_gradient(ranks, num_ranks, ways):
     tight = {"cost": SimpleCost(capacity=100 if num_ranks == 1 else 34)}
     whole = train([{"model": "adapted", "cost": SimpleCost(capacity=100)}, {"cost": SimpleCost(capacity=100)}])
-    ways = WAYS if num_ranks == 1 else WAYS[1:]  # nothing recomputed is so with adapters as well
     for found in ranks(num_ranks).run(train, [tight | way | {"feed_forward_tile": 5} for way in ways]):
         for way, (losses, degrees, names, weights) in zip(ways, found, strict=True):
             expected = whole[0 if way.get("model") else -1]

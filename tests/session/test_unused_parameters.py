@@ -16,6 +16,8 @@ from tests.session.structure_runs import LENGTHS, OPTIONS, plan_of
 from tests.session.test_own_optimizers import NormedMatrices
 from tests.session.test_prepare import EXACT, assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 CLASS = 16
 """How many ids of tokens go to the same expert."""
 STEPS = ((0, 1), (0,), (2,), (0, 2), (1, 2))

@@ -102,10 +102,11 @@ def test_ranges_of_several_methods_are_the_means_of_theirs(cost_model):
 
 def test_tables_print_cross_validated_errors_and_bars_beyond(capsys):
     measured = replace(table(SPREAD), shared=(SharedRows(degree=2, method="metp", rows=tuple(LONE)),))
-    print_accuracy(cross_validation_errors(measured), extrapolations(measured))
+    errors, beyond = cross_validation_errors(measured), extrapolations(measured)
+    print_accuracy(errors, beyond)
     out = capsys.readouterr().out
     assert "8,192" in out and "metp" in out and "hybrid" in out and "%" in out
-    document = accuracy_document(cross_validation_errors(measured), extrapolations(measured))
+    document = accuracy_document(errors, beyond)
     assert len(document["cross_validation"]) == 4 and len(document["beyond"]) == 8
     assert accuracy_document((), ()) == {}
 

@@ -75,7 +75,7 @@ def arrangements(draw):
     return PricedBatch(problem, make_batch(lengths)), DraftPlan(phases=made)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300, most=12), deadline=None)
 @given(arrangements())
 def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
     priced, draft = case
@@ -197,7 +197,7 @@ class SlicedCost(SimpleCost):
     st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.sampled_from([2, 3, 4]), st.sampled_from([4, 16]),
     st.sampled_from([0.0, 0.001, 0.05]), st.sampled_from([0.0, 0.5, 0.8]), st.randoms(),
 )  # fmt: skip
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(150, most=8))
 def test_no_plan_with_slices_is_faster_than_the_bound(lengths, stages, num_slices, overhead_s, growth, rng):
     """A pipeline whose longest sequence is in slices, short ones in packs of fewer, beside devices of their own."""
     cost = SlicedCost(capacity=int(1200 / num_slices**growth) + 1, c_s=overhead_s, b_s=1e-3, growth=growth)

@@ -68,7 +68,7 @@ def test_rungs_are_as_fast_as_the_best_of_all_lists_of_a_familys_members(problem
     assert num_families > 10
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2, 3))])
 def test_each_rung_holds_more_tokens_and_no_sequence_takes_less_time_than_a_shorter_one(seed):
     rng = np.random.default_rng(seed)
     model, cluster = model_preset(str(rng.choice(MODELS))), cluster_preset(str(rng.choice(CLUSTERS)))

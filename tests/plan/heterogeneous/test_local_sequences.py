@@ -30,7 +30,8 @@ LENGTHS = [60_000, *np.minimum(synthetic_lengths("commoncrawl", 200, seed=1), 81
 
 
 @pytest.mark.parametrize(
-    ("stages", "count"), [(1, len(LENGTHS)), (2, 81), pytest.param(2, len(LENGTHS), marks=pytest.mark.deep)]
+    ("stages", "count"),
+    [(1, len(LENGTHS)), *(pytest.param(2, count, marks=pytest.mark.deep) for count in (81, len(LENGTHS)))],
 )
 def test_plans_are_no_slower_and_micro_batches_are_placed_where_that_is_faster(stages, count):
     (before,), (after,) = (plans_of(local, count, stages) for local in (False, True))

@@ -104,6 +104,7 @@ def test_a_shift_loses_no_sequence_and_leaves_no_pack_empty():
             assert all(positions and slices >= 1 for positions, slices in after)
 
 
+@pytest.mark.deep  # by default: moves of such packs above, moves of auto in test_planned_moves
 def test_auto_moves_packs_where_plans_have_slices_and_the_simulator_takes_as_long(priced, monkeypatch):
     def planned():
         return Planner(policy="auto", problem=priced.problem).plan(PricedBatch(priced.problem, priced.batch))

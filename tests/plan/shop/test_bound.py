@@ -33,7 +33,7 @@ def check(rng, efforts):
 
 def test_no_schedule_ends_before_the_bound_and_none_of_few_jobs_ends_later_than_the_best():
     rng = np.random.default_rng(1)
-    optimal = [each for step in range(300) for each in check(rng, [SearchEffort(exact_jobs=0 if step % 2 else 6)])]
+    optimal = [each for step in range(150) for each in check(rng, [SearchEffort(exact_jobs=0 if step % 2 else 6)])]
     assert np.mean(optimal) >= 0.99
 
 

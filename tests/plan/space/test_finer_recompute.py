@@ -37,7 +37,7 @@ def problem_of(recompute=RecomputeMode.AUTO):
 PROBLEM = problem_of()
 
 
-@pytest.mark.parametrize("policy", ["dcp-intra", "auto"])
+@pytest.mark.parametrize("policy", ["dcp-intra", pytest.param("auto", marks=pytest.mark.deep)])
 def test_plans_fit_and_no_micro_batch_would_fit_with_fewer_layers_recomputed(policy):
     planner, levels = Planner(policy=policy, problem=PROBLEM), set()
     for step, lengths in enumerate(LENGTHS):

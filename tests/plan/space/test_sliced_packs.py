@@ -211,34 +211,32 @@ def test_a_plan_with_slices_is_faster_for_one_giant_and_takes_what_simulation_sa
     assert simulate(plans["auto"]).step_time_s == pytest.approx(plans["auto"].time_s)
 
 
-def test_policies_whose_systems_have_no_slices_have_them_only_where_nothing_else_holds_a_sequence():
+@pytest.mark.parametrize("policy", ["static", "packed", pytest.param("auto", marks=pytest.mark.deep)])
+def test_policies_whose_systems_have_no_slices_have_them_only_where_nothing_else_holds_a_sequence(policy):
     """Groups of heads hold it too, and `auto` still has slices."""
     options = {
         "model": "llama-7b", "cluster": "1x8xH100-80GB", "steps": 1, "max_degree": 1, "recompute": "none",
         "offload": "none",
     }  # fmt: skip
     lengths = [49_921, 49_921, *[1000] * 100]
-    for policy in ("static", "packed", "auto"):
-        (plan,) = lengthwise.plan(lengths, policy=policy, tokens_per_step=sum(lengths), **options)
-        is_cut = any(micro_batch.slices for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches)
-        assert is_cut == (policy == "auto"), policy
+    (plan,) = lengthwise.plan(lengths, policy=policy, tokens_per_step=sum(lengths), **options)
+    is_cut = any(micro_batch.slices for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches)
+    assert is_cut == (policy == "auto")
 
 
-def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path):
+@pytest.mark.parametrize("is_trained", [False, pytest.param(True, marks=pytest.mark.deep)])
+def test_models_that_are_priced_and_not_trained_here_have_no_slices(tmp_path, is_trained):
+    """Those that are trained have some here: in deep runs, and of one giant above."""
     config = {
         "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plans = [
-        lengthwise.plan(
-            [400_000, *[2000] * 10], model=model, cluster="2x8xA800-80GB", steps=1, tokens_per_step=420_000,
-            max_degree=4, methods=["ulysses"],
-        )[0]
-        for model in (str(tmp_path), "llama-7b")
-    ]  # fmt: skip
-    is_sliced = [any(m.slices for pipeline in plan.pipelines for m in pipeline.micro_batches) for plan in plans]
-    assert is_sliced == [False, True]
+    (plan,) = lengthwise.plan(
+        [400_000, *[2000] * 10], model="llama-7b" if is_trained else str(tmp_path), cluster="2x8xA800-80GB", steps=1,
+        tokens_per_step=420_000, max_degree=4, methods=["ulysses"],
+    )  # fmt: skip
+    assert any(m.slices for pipeline in plan.pipelines for m in pipeline.micro_batches) == is_trained
 
 
 def test_what_pays_beside_whole_gradients_joins_beside_sharded_ones_too():

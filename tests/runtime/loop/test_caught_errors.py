@@ -24,7 +24,8 @@ def assert_as_expected(found, expected):
     "place", [pytest.param(place, marks=[pytest.mark.deep] * (place in (PLACES[0], PLACES[3]))) for place in PLACES]
 )
 @pytest.mark.parametrize(
-    ("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), pytest.param(3, 3, 2, marks=pytest.mark.deep)]
+    ("num_ranks", "degree", "recomputed"),
+    [(2, 2, 1), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((1, 1, 0), (3, 3, 2)))],
 )
 def test_a_step_whose_error_one_rank_caught_comes_again_and_trains_what_one_device_trains(
     ranks, expected, num_ranks, degree, recomputed, place
@@ -124,11 +125,11 @@ def skip_the_second(when, folder):
     return losses, weights_of(model), run.skipped, number
 
 
-def test_a_checkpoint_saved_where_an_error_was_caught_has_the_step_that_it_left(ranks, tmp_path):
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.deep), 2])
+def test_a_checkpoint_saved_where_an_error_was_caught_has_the_step_that_it_left(ranks, degree, tmp_path):
     expected = plain_loop()
-    for folder, degree in ((tmp_path / "1", 1), (tmp_path / "2", 2)):
-        for found in ranks(2).run(save_where_an_error_was_caught, degree, folder):
-            assert_as_expected(found, expected)
+    for found in ranks(2).run(save_where_an_error_was_caught, degree, tmp_path):
+        assert_as_expected(found, expected)
 
 
 def save_where_an_error_was_caught(degree, folder):

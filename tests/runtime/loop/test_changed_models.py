@@ -128,7 +128,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(change, marks=[pytest.mark.deep] * (change is resize)) for change in REFUSED],
+    ids=lambda change: change.__name__,
+)
 def test_parameters_that_would_not_train_are_refused_at_the_next_step_or_update(ranks, change):
     """Where one rank alone changes them, all ranks say so."""
     if change.__name__ == "<lambda>":

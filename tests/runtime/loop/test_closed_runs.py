@@ -38,12 +38,7 @@ def go_until(place, run, *, is_failing=True):
 @pytest.mark.parametrize(
     "place",
     # What all ranks hear of an error there is looked at below.
-    [
-        pytest.param(
-            p, marks=[pytest.mark.deep] * (p in ("before the forward", "before the backward", "before the update"))
-        )
-        for p in PLACES
-    ],
+    [pytest.param(p, marks=[pytest.mark.deep] * (p != "after the backward")) for p in PLACES],
 )
 @pytest.mark.parametrize("by_layer", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_the_next_run_after_an_error_that_all_ranks_caught_trains_what_one_device_trains(ranks, place, by_layer):

@@ -125,6 +125,6 @@ def test_a_family_that_attends_both_ways_passes_the_check_and_trains_as_its_own_
         assert_exact(CASES["modernbert"], found)
 
 
-@pytest.mark.parametrize("name", ["mistral", "bert"])
+@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.deep), "bert"])
 def test_accumulation_and_recompute_on_one_rank_change_nothing(ranks, name):
     assert_exact(CASES[name], ranks(1).run(step_on_ranks, CASES[name], (FEW,))[0], name)

@@ -23,7 +23,6 @@ def packs_of(num_ranks, count, recompute):
     ("name", "num_ranks", "count", "recompute"),
     [
         ("llama", 3, 2, "all"),
-        ("mistral", 2, 2, "none"),
         *(
             pytest.param(name, num_ranks, count, recompute, marks=pytest.mark.deep)
             for name in CASES for num_ranks in (1, 2, 3) for count in (2, 3, 4) for recompute in RECOMPUTE

@@ -13,7 +13,7 @@ from tests.runtime.loop.loops import STEPS, make_run, model_of, plain_loop, weig
 MODES = [
     pytest.param(torch.float64, 2, {}, id="whole", marks=pytest.mark.deep),
     pytest.param(torch.float64, 2, {"by_layer": True}, id="by layer", marks=pytest.mark.deep),
-    pytest.param(torch.float64, 2, {"stages": 2}, id="stages"),
+    pytest.param(torch.float64, 2, {"stages": 2}, id="stages", marks=pytest.mark.deep),
     pytest.param(torch.bfloat16, 2, {}, id="whole, bfloat16"),
     pytest.param(torch.bfloat16, 2, {"by_layer": True}, id="by layer, bfloat16", marks=pytest.mark.deep),
     pytest.param(torch.bfloat16, 1, {}, id="one rank, bfloat16", marks=pytest.mark.deep),
@@ -154,14 +154,14 @@ def read_gradients(dtype):
     return seen
 
 
-def test_gradients_of_bfloat16_weights_are_read_as_those_of_float64_weights_are(ranks):
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
+def test_gradients_of_bfloat16_weights_are_read_as_those_of_float64_weights_are(ranks, num_ranks):
     """Where one rank alone holds all micro-batches, and where each has some."""
-    for num_ranks in (1, 2):
-        exact, narrow = (ranks(num_ranks).run(read_gradients, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
-        assert len(exact) == STEPS
-        for of_float64, of_bfloat16 in zip(exact, narrow):
-            norm = torch.linalg.vector_norm(of_float64)
-            assert norm > 0 and torch.linalg.vector_norm(of_float64 - of_bfloat16) < 0.05 * norm
+    exact, narrow = (ranks(num_ranks).run(read_gradients, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
+    assert len(exact) == STEPS
+    for of_float64, of_bfloat16 in zip(exact, narrow):
+        norm = torch.linalg.vector_norm(of_float64)
+        assert norm > 0 and torch.linalg.vector_norm(of_float64 - of_bfloat16) < 0.05 * norm
 
 
 def test_an_optimizer_of_other_weights_is_left_alone_and_runs_that_are_gone_refuse_nothing():

@@ -54,6 +54,7 @@ def steps_with_shares(groups, *, reads_early):
     return results
 
 
+@pytest.mark.deep  # by default: tests/session/test_prepared_gradient_shares.py
 @pytest.mark.parametrize(
     ("groups", "num_ranks", "reads_early"),
     [

@@ -70,7 +70,6 @@ GROUPS = {"one": ONE, "two stages": TWO, "three stages": THREE, "mixed": FOUR, "
 QUICK = {
     ("llama", "one"),
     ("llama", "mixed"),
-    ("gpt2", "three stages"),
 }
 COMPARED = {("llama", "one")}
 """That of which slices are compared before the step too. Other families and groups are in deep runs."""
@@ -103,7 +102,8 @@ def test_dropout_drops_the_same_in_slices_as_in_whole_micro_batches(ranks, group
             torch.testing.assert_close(sliced[name], change, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.deep)])
+@pytest.mark.deep  # by default: slices above, stages that gather weights in tests/session/test_planned_stages.py
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_stages_whose_weights_are_gathered_for_a_step_compute_in_slices_too(ranks, name):
     for found in ranks(2).run(step_on_ranks, CASES[name], TWO, by_layer=True, compares_stages=False):
         assert_exact(CASES[name], found, name)
@@ -145,7 +145,7 @@ def slicing_all(function, *arguments, **options):
 @pytest.mark.parametrize(
     "trained",
     [
-        pytest.param(trained, marks=[pytest.mark.deep] * (trained not in ("the upper layers", "an output bias")))
+        pytest.param(trained, marks=[pytest.mark.deep] * (trained != "the upper layers"))
         for trained in memory_runs.TRAINED
     ],
 )
@@ -188,18 +188,22 @@ def test_a_rank_that_leaves_a_step_of_slices_keeps_no_other_waiting(ranks, num_r
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
-def test_slices_without_targets_pass_gradients_of_keys_and_values_on(ranks):
+@pytest.mark.parametrize("degree", [pytest.param(1, marks=pytest.mark.deep), 2])
+def test_slices_without_targets_pass_gradients_of_keys_and_values_on(ranks, degree):
     loss, weights = masked_mean_alone()
-    for degree, num_ranks in ((1, 1), (2, 2)):
-        for found_loss, found, num_without in ranks(num_ranks).run(slicing_all, train_with_masked_mean, degree, 1):
-            assert num_without and found_loss == pytest.approx(loss, abs=EXACT)
-            torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)
+    for found_loss, found, num_without in ranks(degree).run(slicing_all, train_with_masked_mean, degree, 1):
+        assert num_without and found_loss == pytest.approx(loss, abs=EXACT)
+        torch.testing.assert_close(found, weights, rtol=0, atol=EXACT)
+
+
+MEANS = (("side", False), ("step", True))
+"""Those of runs that are not deep: of all tokens, and of targets."""
 
 
 @pytest.mark.parametrize(
     ("how", "labelled"),
     [
-        pytest.param(how, labelled, marks=[pytest.mark.deep] * (labelled == (how in ("side", "tokens"))))
+        pytest.param(how, labelled, marks=[pytest.mark.deep] * ((how, labelled) not in MEANS))
         for how in ("side", "declared", "tokens", "step") for labelled in (False, True)
     ],
 )  # fmt: skip

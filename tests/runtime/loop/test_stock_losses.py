@@ -96,7 +96,7 @@ def labelled_loss(model, tokens, targets):
     return model(torch.as_tensor(tokens)[None], labels=labels[None]).loss * int((counted != -100).sum())
 
 
-@pytest.mark.parametrize("build", [llama, bart])
+@pytest.mark.parametrize("build", [llama, pytest.param(bart, marks=pytest.mark.deep)])
 def test_labels_of_the_corpus_are_given_as_the_stock_call_takes_them(ranks, build):
     source = Labelled()
     case = Case(build=build, sum_of_losses=labelled_loss, collator={"labels": source.labels}, sequences=source)

@@ -110,6 +110,7 @@ Where that is split, gradients of weights come last, those of the first layer wi
 """
 
 
+@pytest.mark.deep  # by default: by layer, below
 @pytest.mark.parametrize(
     "kind",
     [

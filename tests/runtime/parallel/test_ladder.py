@@ -306,7 +306,7 @@ def test_gradients_are_cast_in_their_own_memory(monkeypatch, num_tokens):
 @pytest.mark.parametrize(
     ("num_ranks", "names"),
     [
-        (1, ("llama", "bert")), (3, ("gpt", "transformer-2d")),
+        (1, ("llama", "bert")),  # three ranks: tests/runtime/loop/test_head_groups.py
         *(pytest.param(n, tuple(LADDER_FAMILIES), marks=pytest.mark.deep) for n in (1, 2, 3)),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.runtime.train.test_execute_pipeline import batch_of, plan_of
 from tests.sim.random_plans import SPEC, random_placement
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 def test_any_placement_is_exact_under_any_methods(ranks, num_ranks):
     ranks(num_ranks).run(check_placements, seeds=range(6))
 

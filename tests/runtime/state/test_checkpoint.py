@@ -145,6 +145,7 @@ def _check_untrained(path, settings):
     )
 
 
+@pytest.mark.deep  # by default: tests/cli/test_any_family.py
 @pytest.mark.parametrize(
     "settings",
     [OptimizerSettings(), pytest.param(OptimizerSettings(name="adafactor"), marks=pytest.mark.deep)],

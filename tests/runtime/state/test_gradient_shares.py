@@ -78,7 +78,7 @@ def _check_same_bits():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.deep] * (n in ("llama", "gpt", "transformer-1d"))) for n in FAMILIES],
+    [pytest.param(n, marks=[pytest.mark.deep] * (n != "tied llama")) for n in FAMILIES],
 )
 def test_phases_may_keep_other_gradients_of_the_same_weights(ranks, name):
     """Stages of two with shares, then one rank each, then shares of four; of weights that are tied too."""

@@ -119,7 +119,7 @@ OWNERS = {"checkpoint_files": checkpoint_files, "saver": saver, "FileSystemWrite
     ],
 )
 def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all_and_harms_none_before(ranks, tmp_path, rank, where):
-    ranks(3).run(_check_failure, str(tmp_path), rank, where)
+    ranks(2).run(_check_failure, str(tmp_path), rank, where)
 
 
 def _check_failure(path, rank, where):

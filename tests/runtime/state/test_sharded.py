@@ -26,7 +26,7 @@ ADAFACTOR = OptimizerSettings(name="adafactor")
 EVERYTHING = WeightShard(first=0, end=SPEC.num_layers, num_layers=SPEC.num_layers)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("settings", [SETTINGS, ADAFACTOR], ids=lambda one: one.name)
 def test_ranks_own_the_intervals_of_the_layout_and_decay_what_is_a_matrix(ranks, num_ranks, settings):
     ranks(num_ranks).run(_check_ownership, settings)

@@ -92,6 +92,7 @@ def test_other_optimizers_end_at_the_weights_of_one_device(ranks, settings):
     _check_training(ranks, 3, settings)
 
 
+@pytest.mark.deep  # by default: tests/runtime/parallel/test_flash_branch.py
 def test_steps_by_the_kernels_of_gpus_end_at_the_weights_of_one_device(ranks):
     _check_training(ranks, 3, SETTINGS, train=train_by_kernels_of_gpus)
 

@@ -271,6 +271,7 @@ def _check_unchanged(schedule):
 # ---- exact under any schedule, for any family, with idle ranks and changes within the step
 
 
+@pytest.mark.deep  # by default: slices under GPipe in test_slices
 @pytest.mark.parametrize("num_ranks", [pytest.param(3, marks=pytest.mark.deep), 4])
 def test_gpipe_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_random, "llama", range(3 if num_ranks == 4 else 6), schedule=PipelineSchedule.GPIPE)

@@ -134,7 +134,11 @@ def _overflow_on(rank, state):
     state.finish_push = spoil_and_push
 
 
-@pytest.mark.parametrize("settings", [SCALED, replace(SCALED, narrow_gradients=True)], ids=["master", "compute"])
+@pytest.mark.parametrize(
+    "settings",
+    [SCALED, pytest.param(replace(SCALED, narrow_gradients=True), marks=pytest.mark.deep)],
+    ids=["master", "compute"],
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks_and_training_goes_on(ranks, settings):
     ranks(2).run(_check_skip, settings)
 

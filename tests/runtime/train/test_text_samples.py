@@ -39,7 +39,7 @@ def greedy(prompt: tuple[int, ...], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.deep)])
 def test_greedy_samples_are_the_likeliest_tokens_and_change_nothing(ranks, num_ranks):
     (rows, is_same), *others = ranks(num_ranks).run(sample_on_ranks, {})
     assert [row["text"] for row in rows] == [" ".join(map(str, greedy(tokens, 5))) for _, tokens in PROMPTS]
@@ -65,9 +65,11 @@ def run_sampled(path: str) -> dict[str, torch.Tensor]:
     return master_weights(trainer.state)
 
 
-def test_a_run_with_samples_learns_the_same_and_records_them(ranks, tmp_path):
-    expected = ranks(2).run(run_whole, str(tmp_path / "plain"), steps=5)[0]
-    weights = ranks(2).run(run_sampled, str(tmp_path / "sampled"))[0]
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_a_run_with_samples_learns_the_same_and_records_them(ranks, tmp_path, num_ranks):
+    """Two ranks sample by default in tests/cli/commands/test_train.py."""
+    expected = ranks(num_ranks).run(run_whole, str(tmp_path / "plain"), steps=5)[0]
+    weights = ranks(num_ranks).run(run_sampled, str(tmp_path / "sampled"))[0]
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     rows = RunFolder(tmp_path / "sampled").read_samples()
     assert [(row["step"], row["prompt"]) for row in rows] == [(step, name) for step in (1, 3, 4) for name in "ab"]

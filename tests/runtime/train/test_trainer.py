@@ -189,6 +189,7 @@ def run_without_room(path: str) -> tuple[dict[str, torch.Tensor], list[int]]:
     return master_weights(trainer.state), planned
 
 
+@pytest.mark.deep  # by default: test_out_of_memory, and tests/session/test_memory_limit.py
 def test_a_step_that_does_not_fit_is_planned_again_on_the_same_batch(ranks, undisturbed, tmp_path):
     _, expected = undisturbed
     weights, planned = ranks(2).run(run_without_room, str(tmp_path / "again"))[0]

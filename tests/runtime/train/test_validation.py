@@ -112,6 +112,7 @@ def undisturbed(ranks, tmp_path_factory):
     return path, ranks(2).run(run_validated, str(path), **SHORT)[0]
 
 
+@pytest.mark.deep  # by default: tests/cli/test_any_family.py, and the state below
 @pytest.mark.parametrize(
     "way",
     [(6, True), *(pytest.param(way, marks=pytest.mark.deep) for way in ((4, False), (4, True), (3, False), (2, True)))],
@@ -151,9 +152,9 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step_00000001", "step_00000004"]
     assert (folder / "best").read_text() == "step_00000001\n"
-    ranks(2).run(_resume, str(tmp_path), options)
+    ranks(1).run(_resume, str(tmp_path), options)
     assert list(validations(tmp_path)) == [1, 2, 3, 4], "a run that has stopped early is over"
-    ranks(2).run(_resume, str(tmp_path), {**options, "patience": None})
+    ranks(1).run(_resume, str(tmp_path), {**options, "patience": None})
     assert list(validations(tmp_path)) == list(range(1, 7))
 
 

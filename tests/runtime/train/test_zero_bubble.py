@@ -45,11 +45,14 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name == "four stages")) for name in SCHEMES]
+)
 def test_split_backwards_give_the_gradient_of_one_device(ranks, name):
     ranks(SCHEMES[name].num_devices).run(_check, SCHEMES[name], ["llama"], (False,))
 
 
+@pytest.mark.deep  # by default: llama above
 def test_split_backwards_of_other_families_do_and_weights_are_never_used_before_they_have_come(ranks):
     names = [name for name in FAMILIES if name != "llama"]
     ranks(3).run(_check, SCHEMES["three stages, one layer of four recomputed"], names, (False, True))

@@ -53,7 +53,7 @@ def train_clamping():
     return found, float(now["head.weight"].detach().abs().max()) > model.limit
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_forward_that_clamps_weights_is_exact_where_that_changes_them_later(ranks, num_ranks):
     for outcome in ranks(num_ranks).run(train_clamping):
         differences, has_grown = outcome

@@ -73,10 +73,14 @@ HIDDEN = {
 }
 
 
+ELSEWHERE = ("log-n scaling", "keys of the layer before")
+"""Refused without a gate in test_gradient_check."""
+
+
 @pytest.mark.parametrize(
     ("oddity", "num_ranks", "by_layer"),
     [
-        pytest.param(oddity, *how, marks=[pytest.mark.deep] * (how != (2, number % 2 == 0)))
+        pytest.param(oddity, *how, marks=[pytest.mark.deep] * (oddity in ELSEWHERE or how != (2, number % 2 == 0)))
         for number, oddity in enumerate(HIDDEN) for how in ((1, False), (2, False), (2, True))
     ],
 )  # fmt: skip

@@ -56,6 +56,7 @@ def test_groups_of_heads_attend_in_the_dtype_of_autocast():
         torch.testing.assert_close(grouped, whole, rtol=2e-2, atol=2e-2)  # products of 8 bits
 
 
+@pytest.mark.deep  # by default: test_oom_recovery, test_attention_methods
 @pytest.mark.parametrize(
     ("num_ranks", "recomputed", "count", "places"),
     [

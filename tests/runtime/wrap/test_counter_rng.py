@@ -55,10 +55,7 @@ DROPPING = {
 
 @pytest.mark.parametrize(
     ("name", "shared"),
-    [
-        ("gpt2", (FOUR,)),
-        *(pytest.param(name, (PACKED, TWO, FOUR), marks=pytest.mark.deep) for name in DROPPING),
-    ],
+    [pytest.param(name, (PACKED, TWO, FOUR), marks=pytest.mark.deep) for name in DROPPING],
 )
 def test_a_run_that_drops_is_the_same_at_any_degree_in_any_packs_with_and_without_recompute(ranks, name, shared):
     first = ranks(4).run(step_on_ranks, DROPPING[name], ALONE)[0]

@@ -81,14 +81,15 @@ def annealed_in_loop(model, micro_batch, step, *, begins=1):
     return loss + 0.01 * (step >= begins) * logits.logsumexp(-1).pow(2).mean()
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": of_logits}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"loss": of_logits}, marks=pytest.mark.deep)])
 def test_a_loss_of_one_sequence_is_compared_again_where_there_are_several(options):
     with pytest.raises(CheckError, match=ANOTHER):
         trained(shifted_by_hand, planner=ALONE_FIRST, **options)
     assert trained(of_logits_in_loop, planner=ALONE_FIRST, **options) == STEPS
 
 
-def test_a_loss_is_compared_again_where_tokens_have_no_target():
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.deep), {"loss": of_logits}])
+def test_a_loss_is_compared_again_where_tokens_have_no_target(options):
     """Tokens are shifted within each sequence, and those of a prompt count too."""
 
     def by_tokens(model, micro_batch, step):
@@ -99,13 +100,12 @@ def test_a_loss_is_compared_again_where_tokens_have_no_target():
     prompts = [{"input_ids": row, "labels": np.where((n > 2) & (np.arange(len(row)) < 2), -100, row)}
                for n, row in enumerate(rows())]  # fmt: skip
     prompts[3]["labels"] = prompts[3]["input_ids"]  # of two tokens, the only target
-    for options in ({}, {"loss": of_logits}):
-        with pytest.raises(CheckError, match=ANOTHER):
-            trained(by_tokens, planner=TOGETHER, items=prompts, **options)
-        assert trained(of_logits_in_loop, planner=TOGETHER, items=prompts, **options) == STEPS
+    with pytest.raises(CheckError, match=ANOTHER):
+        trained(by_tokens, planner=TOGETHER, items=prompts, **options)
+    assert trained(of_logits_in_loop, planner=TOGETHER, items=prompts, **options) == STEPS
 
 
-@pytest.mark.parametrize("loss_of", [partial(annealed, begins=3), divided])
+@pytest.mark.parametrize("loss_of", [partial(annealed, begins=3), pytest.param(divided, marks=pytest.mark.deep)])
 def test_a_coefficient_that_changes_is_noticed_at_the_update_where_the_model_makes_the_loss(loss_of):
     with pytest.raises(CheckError, match=rf"step [13]: step.backward {ANOTHER}"):
         trained(loss_of, planner=TOGETHER)
@@ -211,10 +211,9 @@ def summed(model, micro_batch, step):
     ("loss_of", "dtype"),
     [
         (of_wide_logits, torch.bfloat16),
-        (summed, torch.float16),
         *(
             pytest.param(*case, marks=pytest.mark.deep)
-            for case in ((of_wide_logits, torch.float16), (summed, torch.bfloat16))
+            for case in ((summed, torch.float16), (of_wide_logits, torch.float16), (summed, torch.bfloat16))
         ),
     ],
 )

@@ -30,6 +30,7 @@ def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weigh
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep  # by default: whole models below, a teacher in test_loss_backward
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"),
     [(2, 2, 2), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((2, 2, 0), (3, 3, 0), (3, 3, 3)))],

@@ -62,6 +62,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.deep  # by default: rings in test_attention_methods, whole models in test_shared_prefixes
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,6 +89,7 @@ PACKS = tuple(pack for groups in DEGREES for pack in groups.packs)
 RING = (Packs(ranks=(0, 1), packs=PACKS, recompute=(True, False), method=Method.RING),)
 
 
+@pytest.mark.deep  # by default: test_custom_masks by hand, families in rings in test_attention_methods
 @pytest.mark.parametrize(
     "name", ["GPT-Neo", *(pytest.param(name, marks=pytest.mark.deep) for name in ("GPT-J", "CodeGen"))]
 )

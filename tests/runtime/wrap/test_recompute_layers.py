@@ -70,6 +70,7 @@ def test_just_the_layers_that_are_told_to_are_computed_again(flags):
     assert kernels.attention == sum(flags)
 
 
+@pytest.mark.deep  # by default: tests/runtime/loop/test_fsdp2.py, tests/session/test_kept_attention.py
 def test_a_selective_recompute_is_exact_at_degrees_1_to_4(ranks):
     case = gpt_case("is_causal")
     case = Case(**{**case.__dict__, "options": {"context": selective_contexts()}})

@@ -30,7 +30,7 @@ ODDITIES = (
 )  # fmt: skip
 
 
-QUICK = ("short convolution", "second mixer", "sinks and window", "shared keys")
+QUICK = ("short convolution", "sinks and window", "shared keys")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def stock_loss(model, tokens, targets):
     return model(input_ids=tokens, labels=labels, use_cache=False).loss * (tokens.shape[1] - 1)
 
 
-@pytest.mark.parametrize("build", [t5, mamba, lfm2])
+@pytest.mark.parametrize("build", [t5, mamba, pytest.param(lfm2, marks=pytest.mark.deep)])
 def test_encoders_with_decoders_recurrences_and_hybrids_train_as_the_stock_call_does(ranks, build):
     case = Case(build=build, sum_of_losses=stock_loss, options={"by_sequence": True})
     for result in ranks(2).run(step_on_ranks, case, PACKS[2]):

@@ -66,7 +66,8 @@ def model_of(softmax):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name in ("exp", "logsumexp"))) for name in SOFTMAXES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.deep] * (name in ("exp", "logsumexp", "stable"))) for name in SOFTMAXES],
 )
 def test_a_softmax_that_is_written_out_is_computed_in_packs(name):
     model = model_of(SOFTMAXES[name])
