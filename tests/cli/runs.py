@@ -73,7 +73,15 @@ def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
     sizes = ["data.max_length=600", "data.over_length=split", "data.tokens_per_step=2000", "train.checkpoint_every=2"]
     if not any(word.startswith(("model.hf=", "model.preset=")) for word in more):
         sizes += SMALL_MODEL
-    return [f"data.index={corpus}", f"run_folder={folder}", "plan.policy=packed", *sizes, *more]
+    return _last_of_each([f"data.index={corpus}", f"run_folder={folder}", "plan.policy=packed", *sizes, *more])
+
+
+def _last_of_each(words: list[str]) -> list[str]:
+    names = [word.partition("=")[0] for word in words]
+    is_setting = ["=" in word and not word.startswith("-") for word in words]
+    return [
+        word for place, word in enumerate(words) if not (is_setting[place] and names[place] in names[place + 1 :])
+    ]  # fmt: skip
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -258,7 +259,10 @@ def made_of_words(groups):
         ("adamm", "did you mean adamw|Input should be"),
         (torch.optim.SGD([torch.zeros(1)]), r"optimizer: SGD is made already, .*functools.partial\(SGD, ...\)"),
         (lambda groups: torch.optim.SGD(groups[:1]), "leaves out 26 of the 41 parameters .*, and takes 0 others"),
-        (lambda groups: torch.optim.SGD([torch.zeros(1)]), "leaves out 41 of the 41 parameters .*, and takes 1 others"),
+        (
+            lambda groups: torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+            "leaves out 41 of the 41 parameters .*, and takes 1 others",
+        ),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused_before_training(optimizer, told):

@@ -97,7 +97,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
         (["--device", "H100-80G.yaml"], 2, "there is no device file H100-80G.yaml; did you mean H100-80GB?"),
         (["--device", "A100"], 2, "did you mean A100-"),
         (["--hbm", "200"], 2, "200 GiB of memory are more than the 79.1 GiB of a "),
-        (["--hbm", "0.001"], 3, "no scheme fits: the leanest, <8,1> metp, takes 3.5 MiB"),
+        (["--hbm", "0.001"], 3, "no scheme fits: the leanest, <4,1> ulysses_z r4, takes 6.4 MiB"),
         (["--gpus", "1", "--length", "1000000000000"], 3, "The longest that fits has"),
         (["--model", "bert-1024", "--length", "513"], 2, "longer than the 512 positions that bert-1024 has learned"),
     ],

@@ -71,6 +71,7 @@ def test_each_operation_has_the_call_that_a_loop_makes():
         "begin of a step", "step.update()", "end of a step that was left", "step.skip()", "run.save()", "run.resume()",
         "run.step(items)", "run.score(items)", "end of the forwards of a step", "run.close()", "run.compare()",
         "end of the callbacks", "gathering of values", "save of the model",
+        "optimizer.eval() or train()",
     ]  # fmt: skip
     assert [operation.described(7) for operation in RankOperation] == [
         "began step 7", "called step.update() of step 7", "left step 7 without step.update()",
@@ -78,6 +79,7 @@ def test_each_operation_has_the_call_that_a_loop_makes():
         "called run.step(items) of step 7", "called run.score(items) before step 7", "computed the forwards of step 7",
         "called run.close() in step 7", "called run.compare() before step 7",
         "ended its callbacks before step 7", "gathered values before step 7", "saved the model before step 7",
+        "called eval() or train() of the optimizer before step 7",
     ]  # fmt: skip
 
 
