@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
@@ -41,8 +42,8 @@ class GrowingTables:
         """The tables that there were first, before the last traced forward, and those whose length is known."""
         self._enough: int | None = None
         """Slots of a call for which all tables are long enough; None: there are none."""
-        self._is_fixed = False
-        """Whether a longer call failed."""
+        self._is_fixed = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        """Whether no rank calls it by itself: FSDP2 would gather its weights from all, or a longer call failed."""
         self.has_grown = False
         """Whether a forward has made a table."""
 
@@ -67,10 +68,12 @@ class GrowingTables:
 
     def may_grow(self, num_slots: int = 0) -> bool:
         """Whether there is a table that forwards may make longer; for ``num_slots`` slots, if any."""
+        if self._is_fixed or self._enough is None:
+            return False
         tables = self._tables
         if (versions := _versions_of(tables)) != self._known:  # restored after a comparison, or made by another call
             self._known, self._enough = versions, 0 if self.has_grown else _num_rows(tables)
-        return not self._is_fixed and self._enough is not None and not 0 < num_slots <= self._enough
+        return self._enough is not None and not 0 < num_slots <= self._enough
 
     def grow(
         self, shard: PackShard, imported: ImportedKernels, forward: Callable[["WithoutAttention", int], Any]
@@ -83,7 +86,7 @@ class GrowingTables:
             InputError: rows that a table had before are others now.
         """
         num_slots = max(shard.num_slots, shard.longest)
-        if not self.may_grow(num_slots):
+        if not shard.num_slots or not self.may_grow(num_slots):
             return set()
         before, state, counts = self._tables, StateBetweenCalls(self._model), shard.counts.copy()
         devices = [shard.device] if shard.device.type == "cuda" else []

@@ -135,7 +135,7 @@ class PositionCalls(AttentionCalls):
         """The rows of this rank's positions, from ``start``."""
         assert self.shard is not None, "a micro-batch is computed"
         num_rows = table.shape[axis] - start
-        if self.shard.longest > num_rows:
+        if self.shard.longest > num_rows and self.shard.num_slots:
             raise InputError(
                 f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
                 f"{tuple(table.shape)} is for {num_rows:,}; set max_length={num_rows}"
