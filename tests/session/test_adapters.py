@@ -14,6 +14,7 @@ import torch
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.session.objectives import _label_limit
+from tests.runtime.harness import with_check
 from tests.session import models
 from tests.session.columns import OPTIONS, assert_equal, following, gpt2, gradient, learned
 from tests.session.test_partial_calls import llama
@@ -39,27 +40,28 @@ def lokr(**options):
     return peft.get_peft_model(llama(), config).double()
 
 
+ROWS = [np.array([1, 2, 5, 6, 3]), np.array([5, 6, 7, 4])]
+
+
 def test_a_draw_that_never_drops_an_adapter_is_harmless_in_packs():
     """``torch.rand(1) > module_dropout`` of 0."""
     model, rows = lokr(), [np.array(row) for row in ([1, 2, 5, 6, 3], [5, 6, 7, 4], [8, 5, 6])]
     expected = gradient(copy.deepcopy(model), rows, [following(row) for row in rows])
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    found = learned(model, rows, packing="always", recompute="none", check=True)
+    found = with_check(learned, model, rows, packing="always", recompute="none", check=True)
     assert_equal({name: found[name] for name in trained}, {name: expected[name] for name in trained}, 1e-5)
 
 
 def test_a_draw_that_drops_an_adapter_is_refused_by_the_name_of_its_module():
     with pytest.raises(CheckError, match=r"in .*layers.0.self_attn.q_proj \(Linear\), that decides .* module_dropout"):
-        learned(
-            lokr(module_dropout=0.5), [np.array([1, 2, 5, 6, 3]), np.array([5, 6, 7, 4])], packing="always", check=True
-        )
+        with_check(learned, lokr(module_dropout=0.5), ROWS, packing="always", check=True)
 
 
 def test_a_merged_adapter_is_a_reason_for_a_loss_without_a_gradient():
     model = lokr()
     model.merge_adapter()
     with pytest.raises(InputError, match=r"the loss has no gradient: .* an adapter is merged .*unmerge_adapter\(\)"):
-        learned(model, [np.array([1, 2, 5, 6, 3]), np.array([5, 6, 7, 4])], packing="never", check=True)
+        learned(model, ROWS, packing="never", check=True)
 
 
 def test_a_tied_embedding_that_is_saved_with_an_adapter_has_as_many_labels_as_rows():

@@ -56,6 +56,8 @@ class PositionCalls(AttentionCalls):
         """Forms of tables that the forward has made."""
         self._whole_of = WeakTensorKeyDictionary()
         """Functions that make a whole table, by its rows of this rank's slots that were answered, or forms of them."""
+        self._has_noted = False
+        """Whether there was anything for the two; few models have any, and nearly every operation asks."""
         self._position_answers: dict[Any, Any] = {
             torch.arange: self._arange,
             torch.tensor: self._tensor,
@@ -102,7 +104,7 @@ class PositionCalls(AttentionCalls):
     def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
         """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
         parts = index if isinstance(index, tuple) else (index,)
-        if (make_whole := self._whole_of.get(table)) is not None:
+        if (make_whole := self._maker_of(table)) is not None:
             if any(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts):
                 return func(make_whole(), index)  # rows by number
             return self._answered(func(table, index), lambda: func(make_whole(), index))
@@ -150,29 +152,32 @@ class PositionCalls(AttentionCalls):
 
     def _is_table(self, input: Tensor) -> bool:
         """Whether it is a constant of the model, or a form of one."""
-        return id(input) in self._tables or (bool(self._forms) and input in self._forms)
+        return id(input) in self._tables or (self._has_noted and input in self._forms)
+
+    def _maker_of(self, rows: Tensor) -> Callable[[], Tensor] | None:
+        return self._whole_of.get(rows) if self._has_noted else None
 
     def _form(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         made = func(input, *args, **kwargs)
-        if not isinstance(made, Tensor) or made is input:
+        if not (self._has_noted or id(input) in self._tables) or not isinstance(made, Tensor) or made is input:
             return made
-        if (make_whole := self._whole_of.get(input)) is not None:
+        if (make_whole := self._maker_of(input)) is not None:
             return self._answered(made, lambda: func(make_whole(), *args, **kwargs))
         if self._is_table(input):
-            self._forms[made] = None
+            self._forms[made], self._has_noted = None, True
         return made
 
     def _answered(self, rows: Tensor, make_whole: Callable[[], Tensor]) -> Tensor:
         """Note the rows of a table that were answered; a model that takes some of them by number means the table's."""
-        self._whole_of[rows] = make_whole
+        self._whole_of[rows], self._has_noted = make_whole, True
         return rows
 
     def _embedding(self, func: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        make_whole = self._whole_of.get(weight)
+        make_whole = self._maker_of(weight)
         return func(input, weight if make_whole is None else make_whole(), *args, **kwargs)
 
     def _index_select(self, func: Any, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor:
-        make_whole = self._whole_of.get(input)
+        make_whole = self._maker_of(input)
         return func(input if make_whole is None else make_whole(), dim, index, **kwargs)
 
     def _cast(self, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
