@@ -5,7 +5,7 @@ model computes two sequences of different length on one device; where a size fol
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 
@@ -113,12 +113,8 @@ class CallRules:
         return has_positions or bool(self.attention or self.noise or self.scalars)
 
 
-def compare(
-    first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int], *, table_made: Callable[[], str] = str
-) -> CallRules:
+def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int]) -> CallRules:
     """Derive the rules of a forward from its calls for two sequences of ``lengths`` slots.
-
-    ``table_made``: names a table that the forwards made, in words that follow an error's; an empty string: none.
 
     Raises:
         InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
@@ -129,7 +125,7 @@ def compare(
         if len(first_calls) != len(others):
             raise InputError(
                 f"the model makes {len(first_calls)} calls of {name} for {lengths[0]} slots and {len(others)} "
-                f"for {lengths[1]}; a forward must not depend on the length of its sequences{table_made()}"
+                f"for {lengths[1]}; a forward must not depend on the length of its sequences"
             )
         rules[name] = tuple(
             _rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(first_calls, others))

@@ -20,6 +20,7 @@ from lengthwise.runtime.wrap.call_rules import ForwardCalls
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels, read_call
 from lengthwise.runtime.wrap.manual_attention import Scores
+from lengthwise.runtime.wrap.position_calls import INDICES
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
@@ -141,7 +142,7 @@ class WithoutAttention(InterceptCalls):
         if not self._is_table(table):
             return func(table, index)
         parts = index if isinstance(index, tuple) else (index,)
-        places = [part for part in parts if isinstance(part, Tensor) and part.dtype in (torch.int32, torch.int64)]
+        places = [part for part in parts if isinstance(part, Tensor) and part.dtype in INDICES]
         if any(part.numel() and int(part.max()) >= max(table.shape, default=0) for part in places):
             raise IndexError(f"a table {tuple(table.shape)} has fewer rows")
         return self._item(func, table, index)

@@ -32,7 +32,7 @@ _FORMS = (
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT", "data")),
 )  # fmt: skip
 """What leaves a table one, in another dtype or form."""
-_INDICES = (torch.int64, torch.int32)
+INDICES = (torch.int64, torch.int32)
 _INTERCEPTING = (__name__, "lengthwise.runtime.wrap.torch_function_mode", "torch.overrides")
 """Modules between a call of the model's and its answer."""
 
@@ -105,7 +105,7 @@ class PositionCalls(AttentionCalls):
         """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
         parts = index if isinstance(index, tuple) else (index,)
         if (make_whole := self._maker_of(table)) is not None:
-            if any(isinstance(part, Tensor) and part.dtype in _INDICES for part in parts):
+            if any(isinstance(part, Tensor) and part.dtype in INDICES for part in parts):
                 return func(make_whole(), index)  # rows by number
             return self._answered(func(table, index), lambda: func(make_whole(), index))
         if not self._is_table(table):

@@ -91,17 +91,6 @@ class StateBetweenCalls:
             f"calls{first}, which would differ between ranks and depend on how sequences are packed; {way_out}"
         )
 
-    def table_made(self) -> str:
-        """Words that name a table that forwards have made since, and the way out; an empty string: there is none."""
-        made = (name for name, value in self.changes() if isinstance(value, _Numbers) and value.has_rows)
-        if (name := next(made, None)) is None:
-            return ""
-        return (
-            f". Its forward makes {name}, and again where it is too short, and in a pack it would be made of the slots "
-            "of all sequences: make it in __init__, or call the model before prepare once with as many tokens as a "
-            "pack may have, so that it is only cut"
-        )
-
 
 def values_of(model: nn.Module, saved_buffers: bool = True) -> Values:
     """What the attributes of a model's modules and of their configs have, by name, and its buffers; see above."""
@@ -202,8 +191,6 @@ class _Numbers(_Thing):
     def __init__(self, value: Tensor, numbers: Any) -> None:
         super().__init__(ref(value))  # which may have a graph
         self._version, self._numbers = value._version, numbers
-        self.has_rows = value.dim() > 1
-        """Whether it may be a table."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Numbers):

@@ -236,7 +236,7 @@ class WrappedModel:
         if self.tables.note_traced(max(lengths)):
             self.own_state |= state.names()
             seen, state = self._traced(forwards)
-        self.rules = compare(seen[0], seen[1], lengths, table_made=state.table_made)
+        self.rules = compare(seen[0], seen[1], lengths)
         self.layers.check(self.structure, each_attends=not is_compared)
         note_masks(self.masks, self.rules, seen, model=type(self.model).__name__)
         self._intercept = self._new_intercept(rules=self.rules) if self.rules.is_needed else None
