@@ -36,7 +36,7 @@ REFUSED = (
     r"calls none of its layers|is not called|called twice in a micro-batch, or its layers in another order|"
     r"of another layer, and weights|cannot be read or written here|cannot be recomputed; set recompute='none'|"
     r"a forward must not depend on the length|layerdrop|say which: prepare|layers are not known|changes its buffer|"
-    r"learns something else from packs|trained parameters of one dtype|is on the meta device|"
+    r"learns something else from packs|is on the meta device|"
     r"without a tensor by which|must not depend on the data|"
     r"keeps state between calls|"
     r"there is a hook on the gradient of blocks|changes its parameter|is complex, and|"

@@ -137,6 +137,11 @@ def check_refused():
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     with pytest.raises(InputError, match="wrap the model itself"):
         make_run(model, world, 1)
+    model = Model().double()
+    for number, layer in enumerate(model.layers):
+        fully_shard(layer.float() if number else layer, mesh=mesh, reshard_after_forward=False)
+    with pytest.raises(InputError, match=r"several dtypes.*float64.*float32"):
+        make_run(fully_shard(model, mesh=mesh), world, 1)
 
 
 def test_it_is_profiled_planned_and_trained_as_any_other(ranks, tmp_path):

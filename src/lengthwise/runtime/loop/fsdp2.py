@@ -45,7 +45,7 @@ class Fsdp2State:
         _check(model, self._modules)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         """Sharded; those of modules are whole until a reduce-scatter."""
-        self.compute_dtype = self.master_dtype = self.parameters[0].dtype
+        self.compute_dtype = self.coarsest_dtype = self.master_dtype = self.parameters[0].dtype
         self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.unused = UnusedParameters({})
         """None is left out: FSDP2 reduces gradients of all."""
@@ -163,6 +163,13 @@ def _check(model: nn.Module, modules: list[Any]) -> None:
     if unsharded:
         raise InputError(
             f"{unsharded[0]} of {type(model).__name__} is not sharded; call fully_shard without ignored_params"
+        )
+    names = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(names) > 1:
+        listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+        raise InputError(
+            f"{type(model).__name__} has trained parameters of several dtypes, which cannot be under fully_shard: "
+            f"{listed}. Cast it with model.to(dtype), or leave FSDP2 out: weights and optimizer are sharded anyway"
         )
     resharded = [type(module).__name__ for module in modules[:-1] if _is_freed(module)]
     if resharded:

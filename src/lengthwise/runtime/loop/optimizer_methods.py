@@ -110,10 +110,10 @@ class OptimizerMethods:
 
     def _check_after_close(self, call: str) -> None:
         is_alone = self._run.world.size == 1
-        if is_alone and self._state.compute_dtype == self._state.master_dtype:
+        if is_alone and self._state.coarsest_dtype == self._state.master_dtype:
             return
         reason = (
-            f"the optimizer has weights in {self._state.master_dtype}, and the model in {self._state.compute_dtype}"
+            f"the optimizer has weights in {self._state.master_dtype}, and the model in {self._state.coarsest_dtype}"
             if is_alone
             else "each rank's optimizer has the state of the parameters that it updated, and would change these alone"
         )

@@ -29,6 +29,7 @@ from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
 from lengthwise.runtime.loop.shared_gradients import stage_of
 from lengthwise.runtime.models.products import WeightGradients
 from lengthwise.runtime.parallel.slice_attention import PackSlices
+from lengthwise.runtime.state.narrow_parameters import common_dtype
 from lengthwise.runtime.state.update_overlap import UpdateOverlap
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS, gradient_keys
@@ -102,7 +103,7 @@ class StagedPipeline:
         shard.stage_pass = StagedForward(
             layers=self._layers,
             num_layers=self._num_layers,
-            receive=lambda like: self._receive_output(shard, index).view(like.shape).to(like.dtype),
+            receive=lambda like: self._received(shard, index, like),
         )
         if (PassKind.WEIGHTS, index) in self._order:
             shard.weight_gradients = WeightGradients(is_open=False)
@@ -209,6 +210,11 @@ class StagedPipeline:
         while self._sends:
             self._sends.pop().wait()
 
+    def _received(self, shard: PackShard, index: int, like: Tensor) -> Tensor:
+        """The output of the stage before, in the shape of ``like``, of the dtype that layers return."""
+        dtype = torch.promote_types(like.dtype, self._run.wrapped_model.layers.dtypes[self._layers.start - 1])
+        return self._receive_output(shard, index).view(like.shape).to(dtype)
+
     def _receive_output(self, shard: PackShard, index: int) -> Tensor:
         assert shard.stage_pass is not None
         shard.stage_pass.is_received = True
@@ -229,7 +235,8 @@ class StagedPipeline:
     def _flat(self, shard: PackShard, layer: int, values: Tensor | None) -> Tensor:
         """A message of the numbers that a layer returns: ``values``, or zeros."""
         wrapped_model = self._run.wrapped_model
-        dtype = next(iter(wrapped_model.structure.parameters.values())).dtype
+        dtype = common_dtype(wrapped_model.structure.parameters.values())
+        dtype = torch.promote_types(dtype, wrapped_model.layers.dtypes[layer])
         if values is not None:
             return values.detach().flatten().to(dtype)
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)

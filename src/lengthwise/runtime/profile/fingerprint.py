@@ -37,6 +37,8 @@ def identity_of(run: PreparedModel) -> Identity:
         digest += f", compiled by {compiled.backend}"
     if run.state.settings.narrow_gradients:
         digest += ", gradients in the dtype of weights"
+    if run.state.coarsest_dtype != run.state.compute_dtype:
+        digest += ", trained parameters of several dtypes"
     dtype = str(run.state.compute_dtype).removeprefix("torch.")
     return Identity(
         model_name=type(model).__name__,

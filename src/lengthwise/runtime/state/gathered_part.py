@@ -1,6 +1,6 @@
 """The parameters of one unit that one collective gathers, and their buffers on this rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -29,6 +29,10 @@ class GatheredPart:
     """The size of the storage of ``weights`` while they are there."""
     pull: AsyncResult | None = None
     """The gather under way."""
+    casts: dict[str, Tensor] = field(default_factory=dict)
+    """The parameters of a less precise dtype than ``weights``; without storage at the same times."""
+    is_cast: bool = True
+    """Whether parameters are gathered in their own dtypes."""
     gradients: Tensor | None = None
     """What the backward of this round added; None before."""
 
@@ -41,7 +45,7 @@ class GatheredPart:
     def start_pull(self, dtype: torch.dtype | None) -> None:
         """Start to gather the part."""
         assert self.route is not None
-        share = self.share_in(dtype)
+        share, self.is_cast = self.share_in(dtype), dtype is None
         if self.weights is None:
             bounds, num_ranks = self.shares.table.bounds, self.shares.world.size
             size = shard_size(bounds[self.unit + 1] - bounds[self.unit], num_ranks) * num_ranks
@@ -58,7 +62,28 @@ class GatheredPart:
         self.pull = None
         assert self.weights is not None
         for slot in self.slots:
-            make_present(self.shares.named[slot.name]).data = self.view(self.weights, slot)
+            make_present(self.shares.named[slot.name]).data = self._values(slot, self.view(self.weights, slot))
+
+    def _values(self, slot: ParameterSlot, place: Tensor) -> Tensor:
+        """A parameter's values, of those at its place."""
+        if not self.is_cast or slot.name not in self.shares.narrow.dtypes:
+            return place
+        if slot.name not in self.casts:
+            self.casts[slot.name] = torch.empty_like(place, dtype=self.shares.dtype_of(slot.name))
+        cast = self.casts[slot.name]
+        cast.untyped_storage().resize_(place.numel() * cast.element_size())
+        return cast.copy_(place)
+
+    def free(self) -> None:
+        """Free the storage of what was gathered, which comes back with the next pull."""
+        for tensor in (self.weights, *self.casts.values()):
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+
+    def forget(self) -> None:
+        """Let what was gathered go when nobody refers to it any more."""
+        self.weights = None
+        self.casts.clear()
 
     def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
         """The place of a parameter in what is laid out as the part."""

@@ -173,7 +173,7 @@ class LayerGather:
         for unit, parts in self._parts_of.items():
             self._release(unit)
             for part in parts:
-                part.weights = None  # of another size
+                part.forget()  # of another size
 
     def take_gradient(self) -> list[Tensor]:
         """This rank's share of the gradient of each trained parameter that rounds summed, flat; clears it."""
@@ -205,7 +205,7 @@ class LayerGather:
                 if shares is not self._state:
                     shares.adopt()
                     for part in parts:
-                        part.weights = None  # freed when nobody refers to it any more
+                        part.forget()
             self.start(rounds, num_kept=num_kept, shards=shards)
 
     def adopt_frozen(self, names: Collection[str]) -> None:
@@ -221,7 +221,7 @@ class LayerGather:
                 for slot in part.slots:
                     parameter = part.shares.named[slot.name]
                     parameter.data = parameter.data.to(self.home, copy=True)
-                part.weights = None
+                part.forget()
         self._state.release_params()
 
     @property
@@ -378,8 +378,7 @@ class LayerGather:
                 assert part.weights is not None
                 self._under_way.append((part.pull, part.weights))
                 part.weights = part.pull = None
-            elif part.weights is not None:
-                part.weights.untyped_storage().resize_(0)
+            part.free()
             self._detach(part)
 
     def _wait_for_all_but(self, number: int) -> None:
@@ -395,5 +394,5 @@ class LayerGather:
         for slot in part.slots:
             if part.shares is self._state:
                 self._state.collect_gradient(slot.name, None)
-            dtype, device = self._dtype or part.shares.compute_dtype, self._state.world.device
+            dtype, device = self._dtype or part.shares.dtype_of(slot.name), self._state.world.device
             make_absent(part.shares.named[slot.name], slot.name, dtype=dtype, device=device, shape=slot.shape)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.layout import Interval
+from lengthwise.runtime.state.narrow_parameters import NarrowParameters
 from lengthwise.runtime.state.propagation import Routes
 
 ROW = 1024
@@ -32,6 +33,8 @@ class LocalWeights:
     master: Tensor
     places: Sequence[slice]
     """Where in ``weights`` the master weights are, in their order."""
+    narrow: NarrowParameters
+    """Those among ``views`` that are casts."""
 
     @staticmethod
     def places_of(owned: Sequence[Interval], bounds: Sequence[int], routes: Routes) -> list[slice]:
@@ -59,6 +62,7 @@ class LocalWeights:
                 )
             view.copy_(data)
             parameter.data = view
+        self.narrow.write_back()
         return ""
 
     @property

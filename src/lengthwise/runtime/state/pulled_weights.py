@@ -70,6 +70,7 @@ class PulledWeights(ShardedWeights):
             if coming is not None and (used_unit in used or coming.is_done):  # what was sent of the others is freed
                 coming.wait()
                 self._coming[used_unit] = None
+                self.narrow.refresh(used_unit)
                 self._pending.end(used_unit)
 
     def _used_by(self, unit: int) -> tuple[int, ...]:

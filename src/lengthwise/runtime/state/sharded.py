@@ -7,7 +7,7 @@ owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propaga
 
     master    [own]    master dtype
     pushed    [own]    gradient dtype: the gradient, summed over ranks
-    weights   [held]   compute dtype; the model's parameters are views of it
+    weights   [held]   compute dtype; the model's parameters are views of it, or casts of views to a less precise dtype
     gradients [held]   gradient dtype; parameter gradients accumulate in it, or this rank's share of them
                        (:mod:`lengthwise.runtime.state.gradient_shares`)
 
@@ -66,9 +66,7 @@ class ShardedState(PulledWeights):
         table: ParameterTable | None = None,
         on_host: bool = False,
     ) -> None:
-        """``table``: which parameters, in which order; of a :class:`Transformer` it is known. ``on_host``: whether
-        master weights, summed gradients and the optimizer's state lie in host memory.
-        """
+        """``table``: which parameters, in which order; a :class:`Transformer` has its own. ``on_host``: see above."""
         if table is None:
             assert isinstance(model, Transformer), "what the units of another model are has to be said"
             table = ParameterTable.of(model)
@@ -84,7 +82,7 @@ class ShardedState(PulledWeights):
         """Where the gradient of each parameter is added up on this rank."""
         self._weight_views: dict[str, Tensor] = {}
         self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
-        self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
+        self.loss_scaler = LossScaler.of(settings, self.coarsest_dtype)
         self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
         self.owned = OwnedSegments(self, settings, pushed=self.pushed)
         self.optimizer = self.owned.optimizer
@@ -93,13 +91,13 @@ class ShardedState(PulledWeights):
         self.saved_steps: dict[Path, frozenset[int]] = {}
         """Steps of the checkpoints that led to this state, by folder; in other folders all count as such."""
         self._hooks: list[RemovableHandle] = []
-        self.moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
+        self.moves_gradients = self.coarsest_dtype != self.gradient_dtype or (on_host and self._is_alone)
         """Whether a parameter's gradient is added elsewhere, and not kept, when a backward has made it."""
         if self.moves_gradients:
             self._hook_gradients()
         self.holdings: tuple[WeightShard | None, ...] | None = None
         self.gradient_shares: tuple[GradientShare | None, ...] = ()
-        """What each rank keeps of the gradients of its weights between micro-batches; None: all of them."""
+        """What each rank keeps of its weights' gradients between micro-batches; None: all of them."""
         self.shares = GradientShares(table.num_units)
         """Whole gradients on their way to this rank's share."""
         self.gradients = self._nothing(self.gradient_dtype)
@@ -159,6 +157,7 @@ class ShardedState(PulledWeights):
                     self.weights[first:end] = self.share(slice(first, end))
             elif self.compute_dtype != self.master_dtype:
                 self.weights.copy_(self.master)
+            self.narrow.refresh()
         elif not self._is_pulled:
             self.finish_pull()
             self._coming = [self._pulled(unit) for unit in range(self.table.num_units)]
@@ -304,10 +303,12 @@ class ShardedState(PulledWeights):
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
         self.finish_pull()
+        self.narrow.write_back()
         places = LocalWeights.places_of(self.owned_layout.intervals[self.world.rank], self.table.bounds, self.routes)
         return LocalWeights(
-            parameters=self.named, views=self._weight_views, weights=self.weights, master=self.master, places=places
-        )
+            parameters=self.named, views=self._weight_views, narrow=self.narrow, weights=self.weights,
+            master=self.master, places=places,
+        )  # fmt: skip
 
     def forget_weights(self) -> None:
         """Mark the pulled weights as out of date, after the master weights were changed."""
@@ -339,15 +340,16 @@ class ShardedState(PulledWeights):
         """Detach all parameters from the flat buffers."""
         self.holdings = None
         self.gradient_views, self._weight_views = {}, {}
+        self.narrow.release()
         for name, parameter in self.named.items():
             make_present(parameter).grad = None
             shape = self.table.slots[name].shape
             parameter.data = parameter.data.new_empty(0 if all(shape) else shape[0], *shape[1:])
 
     def _attach(self, name: str, interval: Interval, shape: tuple[int, ...], *, keeps_gradient: bool) -> None:
-        """Make a parameter a view of ``weights``; its whole gradient lands in ``gradients``, or nowhere."""
+        """Make a parameter a view of ``weights``, or its cast; its whole gradient lands in ``gradients`` or nowhere."""
         if name not in self._weight_views:
-            self._weight_views[name] = self.weights[self.routes.place(interval)].view(shape)
+            self._weight_views[name] = self.narrow.attach(name, self.weights[self.routes.place(interval)].view(shape))
             self.named[name].data = self._weight_views[name]
         view = self.gradients[self.push_routes.place(interval)].view(shape) if keeps_gradient else None
         self.collect_gradient(name, view)

@@ -11,6 +11,7 @@ from lengthwise.runtime.comm import host_memory
 from lengthwise.runtime.comm.group import Traffic
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.state.narrow_parameters import NarrowParameters, common_dtype
 from lengthwise.runtime.state.propagation import Routes, routes
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -19,7 +20,7 @@ MAX_ROUTES = 64
 
 
 class ShardedWeights:
-    """Parameters of one dtype, which every rank has a share of; by themselves they are frozen, without any gradient."""
+    """Parameters that every rank has a share of; by themselves they are frozen, without any gradient."""
 
     def __init__(
         self,
@@ -36,7 +37,9 @@ class ShardedWeights:
         """
         self.world, self.table = world, table
         self.named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
-        self.compute_dtype = next(iter(self.named.values())).dtype
+        self.compute_dtype = common_dtype(self.named.values())
+        """Of the buffers that weights are gathered in; see ``narrow``."""
+        self.narrow = NarrowParameters(self.named, table, self.compute_dtype)
         self.master_dtype = torch.promote_types(self.compute_dtype, at_least or self.compute_dtype)
         self.on_host = on_host
         self.owned_layout = table.sharded(world.size) if layout is None else layout
@@ -63,8 +66,17 @@ class ShardedWeights:
                     self.master[filled : filled + size] = share.to(self.compute_dtype)
                 filled += max(0, size)
 
+    @property
+    def coarsest_dtype(self) -> torch.dtype:
+        """The least precise dtype that a parameter has."""
+        return min((self.compute_dtype, *self.narrow.dtypes.values()), key=lambda dtype: dtype.itemsize)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a parameter."""
+        return self.narrow.dtypes.get(name, self.compute_dtype)
+
     def share(self, place: slice) -> Tensor:
-        """The values of a slice of this rank's share on the device, in the parameters' dtype."""
+        """The values of a slice of this rank's share on the device, in the dtype of weights that are gathered."""
         values = self.master[place]
         if self.on_host:
             return host_memory.to_device(values, self.compute_dtype, self.world.device)

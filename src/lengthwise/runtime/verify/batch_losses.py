@@ -141,8 +141,8 @@ def _is_mean(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.dtype | 
 
 
 def _is_same(run: PreparedModel, some: GradientResult, other: GradientResult, dtype: torch.dtype | None) -> bool:
-    worst = worst_difference(run, some, other, tolerance_of(dtype, run.state.compute_dtype))
-    is_same = worst.ratio <= 1.0 and is_close(some.loss or 0.0, other.loss or 0.0, run.state.compute_dtype)
+    worst = worst_difference(run, some, other, tolerance_of(dtype, run.state.coarsest_dtype))
+    is_same = worst.ratio <= 1.0 and is_close(some.loss or 0.0, other.loss or 0.0, run.state.coarsest_dtype)
     return bool(gather_rows(torch.tensor([int(is_same)], device=run.world.device)).all())
 
 

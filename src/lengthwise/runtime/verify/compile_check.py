@@ -58,7 +58,7 @@ def _gradients(run: PreparedModel, flags: tuple[bool, ...] = ()) -> GradientResu
 
 
 def _compare(run: PreparedModel, expected: GradientResult, flags: tuple[bool, ...]) -> None:
-    worst = worst_difference(run, _gradients(run, flags), expected, tolerance_of(None, run.state.compute_dtype))
+    worst = worst_difference(run, _gradients(run, flags), expected, tolerance_of(None, run.state.coarsest_dtype))
     if worst.ratio > 1.0:
         raise CheckError(
             f"compile=True: compiled layers of {type(run.model).__name__} do not compute what they compute uncompiled"

@@ -169,7 +169,7 @@ def _fits_host(run: PreparedModel, few: _Computed, copies: int, tolerance: Toler
     """Whether logits of a large pack fit into the host's memory, in a finer dtype than the model's own; a CPU runs out
     of memory without an error.
     """
-    is_own = run.state.compute_dtype is torch.float64 or tolerance.relative > TOLERANCES[torch.float64].relative
+    is_own = run.state.coarsest_dtype is torch.float64 or tolerance.relative > TOLERANCES[torch.float64].relative
     if is_own or run.world.device.type != "cpu":
         return True
     free, _ = host_memory_bytes()

@@ -111,7 +111,7 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     if before is None or after is None:
         return made(is_mean=False)
     mean = (before * (middle - start) + after * (end - middle)) / (end - start)
-    if not (is_mean := is_close(everything, mean, run.state.compute_dtype)):
+    if not (is_mean := is_close(everything, mean, run.state.coarsest_dtype)):
         check_no_sum(run, everything, before, after)
     return made(is_mean=is_mean)
 

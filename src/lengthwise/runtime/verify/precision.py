@@ -51,7 +51,7 @@ def compare_precisely(run: PreparedModel, compare: Callable[[Tolerance, Fill], N
 
     def compare_filled(dtype: torch.dtype | None, fill: Fill) -> None:
         with noise_free(run, dtype, fill):
-            compare(tolerance_of(dtype, run.state.compute_dtype), fill)
+            compare(tolerance_of(dtype, run.state.coarsest_dtype), fill)
 
     *finer, coarsest = dtypes_of(run)
     for dtype in finer:
@@ -65,7 +65,7 @@ def compare_precisely(run: PreparedModel, compare: Callable[[Tolerance, Fill], N
 
 def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
     """Return the dtypes to compare in, the most precise first; None: the model's own."""
-    own_dtype = run.state.compute_dtype
+    own_dtype = run.state.coarsest_dtype
     if isinstance(run.state, Fsdp2State):
         return [None]
     numbers = sum(tensor.numel() for tensor in run.wrapped_model.structure.constants())

@@ -40,7 +40,7 @@ def check_no_sum(run: PreparedModel, loss: float, first: float, second: float, n
 
     ``none``: the loss without any target, such as of a router alone.
     """
-    if loss == 0.0 or not is_close(loss + none, first + second, run.state.compute_dtype):
+    if loss == 0.0 or not is_close(loss + none, first + second, run.state.coarsest_dtype):
         return
     raise CheckError(
         f"the loss of {type(run.model).__name__} is a sum over its targets, or divided by a number that is not theirs: "
@@ -58,7 +58,7 @@ def check_loss_is_no_sum(run: PreparedModel) -> None:
     """
     if run.wrapped_model.by_sequence is None or not takes_ignored(run):
         return
-    lengths, dtype = traced_lengths(run.collator)[:1], run.state.compute_dtype
+    lengths, dtype = traced_lengths(run.collator)[:1], run.state.coarsest_dtype
     with noise_free(run), synthetic(run, lengths), torch.no_grad():
         (loss, count), (first, num_first), (second, num_second) = _losses_of_halves(run, lengths)
         if min(num_first, num_second) == 0 or not all(map(isfinite, (loss, first, second))):
@@ -75,7 +75,7 @@ def is_mean_over_kept(run: PreparedModel) -> bool:
     with synthetic(run, lengths), torch.no_grad():
         (loss, count), (first, num_first), (second, num_second) = _losses_of_halves(run, lengths)
     has_both = min(num_first, num_second) > 0 and all(map(isfinite, (loss, first, second)))
-    return has_both and is_close(loss * count, first * num_first + second * num_second, run.state.compute_dtype)
+    return has_both and is_close(loss * count, first * num_first + second * num_second, run.state.coarsest_dtype)
 
 
 def _losses_of_halves(run: PreparedModel, lengths: tuple[int, ...]) -> list[tuple[float, int]]:

@@ -72,7 +72,7 @@ def _dtype_of_labels(run: PreparedModel) -> torch.dtype | None:
 
     One label of a sequence may change a loss by less than 16 bits tell, and what had no effect would have no loss.
     """
-    if run.state.compute_dtype not in (torch.bfloat16, torch.float16):
+    if run.state.coarsest_dtype not in (torch.bfloat16, torch.float16):
         return None
     lengths = traced_lengths(run.collator)
     for dtype in filter(None, dtypes_of(run)):

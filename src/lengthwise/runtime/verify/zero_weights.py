@@ -117,7 +117,7 @@ def zeros_filled(run: PreparedModel, fill: Fill, dtype: torch.dtype | None = Non
         yield
         return
     state = run.state
-    scale = HALF_SCALE if (dtype or state.compute_dtype) in (torch.float16, torch.bfloat16) else SCALE
+    scale = HALF_SCALE if (dtype or state.coarsest_dtype) in (torch.float16, torch.bfloat16) else SCALE
     if isinstance(state, Fsdp2State):
         with _filled_shards(state, fill, scale):
             yield

@@ -126,6 +126,8 @@ class HookedLayers:
         self._attends: dict[int, bool] = {}
         self.widths: dict[int, int] = {}
         """Numbers of each slot in the hidden states that a layer returns."""
+        self.dtypes: dict[int, torch.dtype] = {}
+        """Of the hidden states that a layer returns, which may be more precise than its weights."""
         self._registered: dict[int, int] = {}
         """Attention calls of each layer through the registry of transformers."""
 
@@ -194,11 +196,12 @@ class HookedLayers:
         return self._last
 
     def _note_shapes(self, number: int, num_slots: int, before: Any, args: Any, kwargs: Any) -> None:
-        """Note the width of a layer's output, and which argument its input is; ``before``: the output before it."""
+        """Note the form of a layer's output, and which argument its input is; ``before``: the output before it."""
         output = _first_of(self._last)
         self._returned[number] = len(self._last) if isinstance(self._last, tuple) else 0
         if isinstance(output, Tensor) and num_slots:
             self.widths[number] = output.numel() // num_slots
+            self.dtypes.setdefault(number, output.dtype)  # not that of a comparison in another one
         if number not in self._hidden_keys:
             self._hidden_keys[number] = hidden_states_key(args, kwargs, before, output)
 

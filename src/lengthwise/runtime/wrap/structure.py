@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.absent_parameter import AbsentParameter
+from lengthwise.runtime.state.narrow_parameters import common_dtype
 from lengthwise.runtime.state.table import ParameterTable
 from lengthwise.runtime.wrap.layer_lists import Layers, find_layers
 
@@ -63,12 +64,11 @@ class ModelStructure:
         """The trained parameters by name, each once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all trained parameters.
+    def check_parameters(self) -> None:
+        """Check that there are trained parameters, of real numbers.
 
         Raises:
-            InputError: they are not of one dtype, or there are none.
+            InputError: there are none, or one is complex.
         """
         complex_name = next((name for name, value in self.parameters.items() if value.is_complex()), None)
         if complex_name is not None:
@@ -82,14 +82,6 @@ class ModelStructure:
                 "requires_grad is False for all of them. Load an adapter with PeftModel.from_pretrained(..., "
                 "is_trainable=True), or call requires_grad_(True) on what is to be trained"
             )
-        names = {parameter.dtype: name for name, parameter in self.parameters.items()}
-        if len(names) != 1:
-            listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
-            raise InputError(
-                f"{type(self.model).__name__} needs trained parameters of one dtype; {listed}. "
-                "Cast it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
-            )
-        return next(iter(names))
 
     @cached_property
     def computed_dtype(self) -> torch.dtype:
@@ -113,11 +105,15 @@ class ModelStructure:
         return [self._table_of(names) for names in names_of_dtype.values()]
 
     def unit_frozen_bytes(self) -> tuple[int, ...]:
-        """The bytes of each unit of the :meth:`frozen_tables`."""
+        """The bytes of each unit of the :meth:`frozen_tables`, and of trained parameters that are casts of others."""
         parameters, sizes = dict(self.model.named_parameters()), [0] * (self.num_layers + 2)
         for table in self.frozen_tables():
             for name, slot in table.slots.items():
                 sizes[slot.unit] += prod(slot.shape) * parameters[name].element_size()
+        common, slots = common_dtype(self.parameters.values()), self.table().slots
+        for name, parameter in self.parameters.items():
+            if parameter.dtype != common:
+                sizes[slots[name].unit] += prod(slots[name].shape) * parameter.element_size()
         return tuple(sizes)
 
     def move_rest(self, device: torch.device) -> None:
@@ -147,17 +143,22 @@ class ModelStructure:
             yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
-def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
+def find_structure(
+    model: nn.Module, *, layers: str | None = None, of_any_class: bool = False, is_trained: bool = False
+) -> ModelStructure:
     """Find a model's layers, as :func:`find_layers` does.
 
     Raises:
         InputError: there are none, or several lists may be meant; or first of all, the model is an encoder with a
-            decoder.
+            decoder. It is to be trained, and its parameters cannot be.
     """
     if not of_any_class:
         _check_no_decoder(*hugging_face_models(model))
     name, layers_by_path = find_layers(model, name=layers, of_any_class=of_any_class)
-    return ModelStructure(model=model, layers_name=name, layers_by_path=tuple(layers_by_path))
+    structure = ModelStructure(model=model, layers_name=name, layers_by_path=tuple(layers_by_path))
+    if is_trained:
+        structure.check_parameters()
+    return structure
 
 
 def _check_no_decoder(*parts: nn.Module) -> None:

@@ -96,12 +96,11 @@ class WrappedModel:
         which compiles what it can of the layers, None: nothing.
 
         Raises:
-            InputError: its layers are not known, or its parameters are of several dtypes.
+            InputError: its layers are not known, or it trains no parameters.
         """
         self.model, self.objective, self.labels_sequences = model, objective, labels_sequences
         parts = hugging_face_models(model)
-        self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
-        assert is_frozen or self.structure.dtype
+        self.structure = find_structure(model, layers=layers, of_any_class=by_sequence, is_trained=not is_frozen)
         self._is_frozen, self._loss, self.make_inputs, self.keeps_output = is_frozen, loss, inputs, False
         self.labels, self.gradient_changes = LabelConvention(), hooks_on_gradients(model)
         """How a model of transformers uses labels; what may make the backward more than linear, as far as is known."""
