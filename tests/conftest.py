@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -40,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     has_workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if has_workers and not config.pluginmanager.has_plugin("tests.no_torch"):
         warm.serve_workers()
+        forked = f"popen//python={sys.executable} -m tests.worker_python"
+        config.option.tx = [forked if spec == "popen" else spec for spec in config.option.tx]
 
 
 @pytest.hookimpl(tryfirst=True)

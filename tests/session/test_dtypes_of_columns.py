@@ -11,7 +11,15 @@ from lengthwise.session.item_values import ExpectedColumns
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.structures import Plain
 
-DTYPES = ("?", "u1", "u2", "u4", "u8", "i1", ">i4", "f2", ">f4", np.longdouble)
+DTYPES = (
+    "?",
+    "u2",
+    "u8",
+    ">i4",
+    "f2",
+    np.longdouble,
+    *(pytest.param(dtype, marks=pytest.mark.deep) for dtype in ("u1", "u4", "i1", ">f4")),
+)
 LARGE = 40000.0
 """Two of it are more than a number of 16 bits."""
 

@@ -115,7 +115,7 @@ def test_a_teacher_takes_what_inputs_makes_or_some_of_it(call):
     assert difference(call, "alone") < EXACT
 
 
-@pytest.mark.parametrize("call", ["all of the inputs", "some by position"])
+@pytest.mark.parametrize("call", [pytest.param("all of the inputs", marks=pytest.mark.deep), "some by position"])
 def test_ranks_share_the_packs_of_a_teacher_of_latents(ranks, call):
     for found in ranks(2).run(with_check, differences, call, ("alone", "ulysses", "ring")):
         assert max(found) < EXACT

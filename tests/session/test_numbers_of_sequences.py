@@ -23,7 +23,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_each_mean_is_that_of_a_plain_loop(ranks, num_ranks):
     for outcomes in ranks(num_ranks).run(trained, CASES):
         assert {case: off for case, off in outcomes.items() if isinstance(off, str) or off > EXACT} == {}

@@ -128,7 +128,9 @@ def test_one_rank_trains_each_parameter_in_its_dtype(alone, way):
     assert_close(trained(WAYS[way] | ONE_RANK), alone)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.deep] * way.startswith(("in shares", "in host"))) for way in WAYS]
+)
 def test_ranks_train_each_parameter_in_its_dtype(ranks, alone, way):
     for found in ranks(2).run(with_check, trained, WAYS[way]):
         assert_close(found, alone)

@@ -84,7 +84,11 @@ class KeepsASet(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
-    [(BySize, 1, 1), (BySize, 2, 1), pytest.param(BySize, 1, 3, marks=pytest.mark.deep), (Counts, 2, 1)],
+    [
+        *(pytest.param(BySize, *others, marks=pytest.mark.deep) for others in ((1, 1), (1, 3))),
+        (BySize, 2, 1),
+        (Counts, 2, 1),
+    ],
 )
 def test_what_a_trial_does_not_see_is_there_after_a_resume(ranks, kind, first, second, tmp_path):
     losses, weights = loop_on_one_device(kind, weight_decay=None)

@@ -109,7 +109,7 @@ def test_what_nobody_can_run_is_said_once_with_what_it_takes(cli, lengths):
     assert "With --offload=auto the optimizer's state may be in host memory" in refused
 
 
-@pytest.mark.parametrize("more", [(), ("--host-memory", 10), ("--max-degree", 1)])
+@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.deep), ("--host-memory", 10), ("--max-degree", 1)])
 def test_what_nothing_fits_takes_is_what_memory_says_and_plans(cli, tmp_path, more):
     """By hand, 70.6 billion parameters take 16 bytes each, of which 12 are in host memory."""
     np.save(tmp_path / "one.npy", [1])
