@@ -16,14 +16,14 @@ demo: $(STAMP)
 	$(BIN)/lengthwise demo
 
 test: $(STAMP)
-	$(BIN)/lint-imports --no-logo
 	$(MAKE) -j 2 --no-print-directory test-deciding test-training
 
-# Tests with ranks mostly wait for one another: four at a time keep two cores busy, all but what this half takes. What it
-# says comes when it ends, in one piece.
+# Import rules, and the half without torch. Tests with ranks mostly wait for one another: four at a time keep two cores
+# busy, all but what this takes. What it says comes when it ends, in one piece.
 test-deciding: $(STAMP)
 	@mkdir -p build
-	@nice $(BIN)/pytest -n 0 -p tests.no_torch $(DECIDING) > build/test-deciding.txt 2>&1; \
+	@{ $(BIN)/lint-imports --no-logo && nice $(BIN)/pytest -n 0 -p tests.no_torch $(DECIDING); } \
+	> build/test-deciding.txt 2>&1; \
 	status=$$?; cat build/test-deciding.txt; exit $$status
 
 test-training: $(STAMP)
