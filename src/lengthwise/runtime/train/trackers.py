@@ -68,7 +68,7 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder))
         self._has_begun = False
 
     def on_step(self, row: "Row") -> None:
