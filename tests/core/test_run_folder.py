@@ -1,5 +1,8 @@
 """What a run writes reads back, also after a kill in the middle of a line."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from lengthwise.core.errors import InputError
@@ -30,6 +33,24 @@ def test_steps_trained_again_count_once_and_in_order(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "x": 1}\n{"step": 0, "x": 2}\n{"step": 1, "x": 3}\n')
     assert folder.read_metrics() == [{"step": 0, "x": 2}, {"step": 1, "x": 3}]
+
+
+def test_timelines_of_steps_trained_again_on_fewer_ranks_are_those_of_the_last_time(tmp_path):
+    folder = RunFolder(tmp_path)
+    alone = replace(timeline(0, 2.5), num_ranks=1)
+    for rank, parts in enumerate([[timeline(0, 1.5), alone], [timeline(1, 1.5)]]):
+        folder.timeline(rank).parent.mkdir(exist_ok=True)
+        folder.timeline(rank).write_text("".join(json.dumps(timeline_to_row(part)) + "\n" for part in parts))
+    assert {step: (whole.num_ranks, whole.spans) for step, whole in folder.read_timelines().items()} == {
+        3: (1, alone.spans)
+    }
+
+
+def test_samples_of_steps_trained_again_count_once(tmp_path):
+    folder = RunFolder(tmp_path)
+    rows = [{"step": step, "prompt": prompt, "text": step + k} for k in (0, 10) for step in (4, 5) for prompt in "ab"]
+    folder.samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert folder.read_samples() == rows[4:]
 
 
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):

@@ -132,7 +132,7 @@ def test_sizes_of_a_preset_are_replaced():
         (["model.num_heads=7"], "model.hidden_size=[0-9]+ is no multiple of model.num_heads=7; set both"),
         (["model.num_heads=4", "model.num_kv_heads=3"], "4 heads cannot share 3 key/value heads evenly"),
         (["model.max_positions=64"], "model.max_positions=64: the positions of llama-tiny are rotary"),
-        (["model.num_layers=99999"], "num_layers must be from 1 to 16,384"),
+        (["model.num_layers=99999"], "num_layers must be a whole number from 1 to 16,384"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(settings, message):

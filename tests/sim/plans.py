@@ -14,13 +14,13 @@ LAYERS = 12
 STATE = 1000
 
 
-def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_to=0, weights=0.0):
+def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_to=0, weights=0.0, layers=LAYERS):
     """A pipeline yet without ranks: seconds of its micro-batches, and the bytes each takes above the model state.
 
     ``weights``: the share of the most that gradients of weights can take; where they take any, backwards are split.
     """
     scheme = uniform_scheme(
-        LAYERS, degree=degree, stages=stages, recomputed=recomputed,
+        layers, degree=degree, stages=stages, recomputed=recomputed,
         method=Method.ULYSSES if degree > 1 else Method.DENSE,
     )  # fmt: skip
     weights *= stages > 1

@@ -89,7 +89,10 @@ def read_device(path: Path) -> DeviceSpec:
         raise InputError(f"{path} says host_gbyte_per_s, and host_memory_gib is missing; give both or neither")
     fields = {_FIELDS[key].sets: number * _FIELDS[key].unit for key, number in numbers.items()}
     counts = {field: int(fields[field]) for field in ("memory_bytes", "host_memory_bytes", *_WHOLE) if field in fields}
-    return DeviceSpec(name=name, **{**fields, **counts})  # type: ignore[arg-type]
+    try:
+        return DeviceSpec(name=name, **{**fields, **counts})  # type: ignore[arg-type]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _nearest_device(path: Path) -> str:

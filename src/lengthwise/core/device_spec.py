@@ -1,9 +1,11 @@
 """Speeds, memory and price of one device, and presets from vendors' data sheets."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.spec_fields import Bounds, check_fields
 from lengthwise.core.wording import GIB
 
 MEMORY_MARGIN = 0.06
@@ -30,11 +32,42 @@ GBIT = 1e9 / 8
 """Bytes per second of a network of 1 Gbit/s."""
 GBYTE = 1e9
 """Bytes per second of a link of 1 Gbyte/s."""
+_MOST_BYTES = MOST_HOST_GIB * GIB
+_MOST_RATE = 1e21
+"""Floating-point operations or bytes per second: a billion times those of a device."""
+_RATE, _RATE_OR_ZERO = Bounds(minimum=1, maximum=_MOST_RATE), Bounds(minimum=1, maximum=_MOST_RATE, also=0)
+_LINK, _SHARE = Bounds(minimum=1, maximum=math.inf), Bounds(minimum=1e-6, maximum=1)
+_BOUNDS = {
+    "memory_bytes": Bounds(minimum=1, maximum=_MOST_BYTES, is_whole=True),
+    "flops_per_s": _RATE,
+    "memory_bytes_per_s": _RATE,
+    "link_bytes_per_s": _LINK,
+    "network_bytes_per_s": _LINK,
+    "float32_flops_per_s": _RATE_OR_ZERO,
+    "link_call_s": Bounds(maximum=1e9),
+    "network_call_s": Bounds(maximum=1e9),
+    "devices_per_node": Bounds(minimum=1, maximum=1 << 16, is_whole=True),
+    "price_per_hour": Bounds(is_above=True, maximum=1e9, also=None),
+    "matmul_share": _SHARE,
+    "activation_passes": Bounds(maximum=1000),
+    "attention_share": _SHARE,
+    "overlap_slowdown": Bounds(maximum=1),
+    "speed_error": Bounds(maximum=10, also=None),
+    "margin_bytes": Bounds(maximum=_MOST_BYTES, is_whole=True),
+    "host_bytes_per_s": _RATE_OR_ZERO,
+    "host_memory_bytes": Bounds(maximum=math.inf, is_whole=True),
+    "host_memory_bytes_per_s": _RATE_OR_ZERO,
+}
+"""Numbers that plans can be made with. Links that are infinitely fast cost nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One accelerator, or one CPU process."""
+    """One accelerator, or one CPU process.
+
+    Raises:
+        InputError: a field has a number that no device has, such as a rate of 0; the message names it.
+    """
 
     name: str
     memory_bytes: int
@@ -78,6 +111,9 @@ class DeviceSpec:
     host_memory_bytes_per_s: float = 0.0
     """The device's share of what the host's processors read and write of it."""
 
+    def __post_init__(self) -> None:
+        check_fields("device", self, _BOUNDS)
+
     def with_margin(self, margin: float | None = None, *, context_bytes: int | None = None) -> "DeviceSpec":
         """The device without what plans leave free: context, libraries and a share of ``margin`` of its memory.
 
@@ -88,7 +124,7 @@ class DeviceSpec:
         else:
             context = min(CONTEXT_BYTES, self.memory_bytes // 2) if context_bytes is None else context_bytes
             free = context + int(self.memory_bytes * (MEMORY_MARGIN if margin is None else margin))
-        free = min(free, self.memory_bytes - 1)
+        free = max(0, min(free, self.memory_bytes - 1))
         return replace(self, memory_bytes=self.memory_bytes - free, margin_bytes=free)
 
     def without_margin(self) -> "DeviceSpec":

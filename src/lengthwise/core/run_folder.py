@@ -258,7 +258,10 @@ class RunFolder:
         return {plan.step: plan for plan in plans}
 
     def read_timelines(self) -> dict[int, Timeline]:
-        """Measured timelines by step, merged over ranks, waits marked; steps that some rank lacks are left out."""
+        """Measured timelines by step, merged over ranks, waits marked; steps that some rank lacks are left out.
+
+        Of a step trained again after a resume, perhaps on another number of ranks, those of the last time count.
+        """
         steps: dict[int, dict[int, Timeline]] = {}
         for path in sorted((self.path / "timeline").glob("rank_*.jsonl")):
             rank = whole_number(path.stem.removeprefix("rank_"))
@@ -270,11 +273,13 @@ class RunFolder:
                 except ValueError as error:
                     raise InputError(f"{path} is damaged: {error}") from None
                 steps.setdefault(timeline.step, {})[rank] = timeline
-        return {
-            step: merge(parts.values()).with_waits()
-            for step, parts in sorted(steps.items())
-            if len(parts) == next(iter(parts.values())).num_ranks
-        }
+        merged: dict[int, Timeline] = {}
+        for step, of_ranks in sorted(steps.items()):
+            num_ranks = of_ranks[0].num_ranks if 0 in of_ranks else 0  # the first rank trained the step each time
+            parts = [part for part in of_ranks.values() if part.num_ranks == num_ranks]
+            if parts and len(parts) == num_ranks:
+                merged[step] = merge(parts).with_waits()
+        return merged
 
 
 def timeline_to_row(timeline: Timeline) -> dict[str, Any]:

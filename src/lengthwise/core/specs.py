@@ -12,6 +12,7 @@ from lengthwise.core.device_file import resolve_device
 from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
+from lengthwise.core.spec_fields import Bounds, check_fields
 from lengthwise.core.wording import nearest, whole_number
 
 MAX_DEVICES = 1 << 16
@@ -27,11 +28,29 @@ _MOST = {
     "stored_ffn_size": 1 << 32, "window": 1 << 40, "num_window_layers": 1 << 14,
 }  # fmt: skip
 """Bounds of a model's sizes: far above any model, far below what would exhaust memory before it is refused."""
+_OF_MODELS = {
+    **{
+        field: Bounds(minimum=int(field not in _OF_SOME_FAMILIES), maximum=largest, is_whole=True)
+        for field, largest in _MOST.items()
+    },
+    "norm_eps": Bounds(is_above=True, maximum=1.0),
+    "rope_theta": Bounds(is_above=True, maximum=1e15),
+    "mask_token_id": Bounds(maximum=1 << 32, is_whole=True, also=None),
+}
+_OF_CLUSTERS = {
+    "num_nodes": Bounds(minimum=1, maximum=MAX_DEVICES, is_whole=True),
+    "devices_per_node": Bounds(minimum=1, maximum=MAX_DEVICES, is_whole=True),
+    "last_node_devices": Bounds(maximum=MAX_DEVICES, is_whole=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Sizes of a Transformer; all that costs and plans need of it, and all that the model builders read."""
+    """Sizes of a Transformer; all that costs and plans need of it, and all that the model builders read.
+
+    Raises:
+        InputError: a field has a number that no model has, or sizes contradict one another; the message names it.
+    """
 
     name: str
     family: str = "llama"
@@ -72,18 +91,17 @@ class ModelSpec:
         return hash((self.name, self.num_layers, self.hidden_size))
 
     def __post_init__(self) -> None:
-        for field, maximum in _MOST.items():
-            value, minimum = getattr(self, field), int(field not in _OF_SOME_FAMILIES)
-            if not minimum <= value <= maximum:
-                raise InputError(
-                    f"model {self.name}: {field} must be from {minimum} to {maximum:,}, not {brief(value)}"
-                )
-        for field, limit in (("norm_eps", 1.0), ("rope_theta", 1e15)):
-            if not 0 < getattr(self, field) <= limit:
-                raise InputError(
-                    f"model {self.name}: {field} must be above 0 and at most {limit:g}, not "
-                    f"{brief(getattr(self, field))}"
-                )
+        check_fields("model", self, _OF_MODELS)
+        if self.num_window_layers > self.num_layers:
+            raise InputError(
+                f"model {self.name}: num_window_layers must be at most its {self.num_layers} layers, not "
+                f"{self.num_window_layers}"
+            )
+        if 0 < self.stored_ffn_size < self.ffn_size:
+            raise InputError(
+                f"model {self.name}: stored_ffn_size must be at least ffn_size, {self.ffn_size:,}, or 0 for as much, "
+                f"not {self.stored_ffn_size:,}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model {self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly"
@@ -188,7 +206,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """``num_nodes`` nodes of ``devices_per_node`` equal devices, and a last one of fewer where there is one."""
+    """``num_nodes`` nodes of ``devices_per_node`` equal devices, and a last one of fewer where there is one.
+
+    Raises:
+        InputError: a number is out of its range; the message names the field.
+    """
 
     num_nodes: int
     devices_per_node: int
@@ -197,13 +219,16 @@ class ClusterSpec:
     """Devices of one more node, fewer than the others have; 0: all nodes are alike."""
 
     def __post_init__(self) -> None:
-        if self.num_nodes < 1 or self.devices_per_node < 1:
-            raise InputError(f"a cluster needs at least one device; got {self.num_nodes} x {self.devices_per_node}")
+        check_fields("cluster", self, _OF_CLUSTERS, has_name=False)
+        if not isinstance(self.device, DeviceSpec):
+            raise InputError(f"cluster: device must be a DeviceSpec, not {brief(self.device)}")
         if not 0 <= self.last_node_devices < self.devices_per_node:
             raise InputError(
                 f"the last node has fewer devices than the others, of {self.devices_per_node}; got "
                 f"{self.last_node_devices}"
             )
+        if self.num_devices > MAX_DEVICES:
+            raise InputError(f"a cluster has at most {MAX_DEVICES:,} devices; got {self.num_devices:,}")
 
     @classmethod
     def of_devices(cls, num_devices: int, device: DeviceSpec, *, devices_per_node: int) -> "ClusterSpec":

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -321,3 +322,13 @@ _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "low
 def _plain(value: Any) -> Any:
     """A NumPy float as Python's, which is spelt as the one that comes back from a file."""
     return float(value) if isinstance(value, float) else value
+
+
+def check_layers(plans: Iterable[StepPlan], num_layers: int, *, model: str) -> None:
+    """Raise ``InputError`` if plans share out another number of layers than ``model`` has."""
+    for plan in plans:
+        if (shared := plan.pipelines[0].scheme.num_layers) != num_layers:
+            raise InputError(
+                f"the plans share out {shared} layers, model {model} has {num_layers}; name the model that they were "
+                "made for"
+            )

@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.sliced_passes import slices_of
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan, check_layers
 from lengthwise.core.zero_bubble import pass_times, splits, stage_times
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 from lengthwise.cost.links import Sent
@@ -69,15 +68,11 @@ def write_chakra(folder: Path, plans: Sequence[StepPlan], model: ModelSpec, *, d
     Raises:
         InputError: the plans are of another model, or the folder cannot be written.
     """
+    check_layers(plans, model.num_layers, model=model.name)
     groups: dict[tuple[int, ...], str] = {tuple(range(plans[0].num_devices)): ""}
     traces = [_RankTrace(rank=rank, groups=groups) for rank in range(plans[0].num_devices)]
     tags: dict[tuple[int, int, int, bool], int] = {}
     for plan in plans:
-        if (num_layers := plan.pipelines[0].scheme.num_layers) != model.num_layers:
-            raise InputError(
-                f"the plans share out {num_layers} layers, model {model.name} has {model.num_layers}; name the model "
-                "that they were made for"
-            )
         work = _Work(plan=plan, model=model, dtype=dtype)
         for _, lists in operations(plan):
             for trace, operations_of_rank in zip(traces, lists):

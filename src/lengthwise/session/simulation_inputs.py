@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from lengthwise.config.run_config import load, load_saved
 from lengthwise.core.device_file import resolve_device
 from lengthwise.core.device_spec import DEVICES, DeviceSpec
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.step_plan import StepPlan, check_layers
 from lengthwise.data.corpus import open_corpus
 from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult, TrainingBudget
 from lengthwise.session.console import stderr
@@ -31,7 +32,7 @@ def plans_of(path: Path | None, changes: list[str], *, steps: int | None) -> lis
     Raises:
         InputError: the file holds no plan, or settings are given beside it.
     """
-    if path is None or path.suffix != ".jsonl":
+    if path is None or not _holds_plans(path):
         return list(plan_steps(load(path, changes), steps or DEFAULT_STEPS))
     if changes:
         raise InputError(f"{changes[0]} does not apply to {path}, whose plans are made; plan again with it")
@@ -41,17 +42,62 @@ def plans_of(path: Path | None, changes: list[str], *, steps: int | None) -> lis
     return plans
 
 
-def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None) -> tuple[ModelSpec, str]:
-    """The model that plans were made for and its compute dtype: of a preset, a configuration, or the run beside them.
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """What options say of plans that lie in no run folder; None: they do not say it."""
+
+    model: str | None = None
+    """A preset or a Hugging Face folder."""
+    device: str | None = None
+    """A preset or a YAML file."""
+    dtype: str | None = None
+    """What forward and backward compute in."""
+
+    def check(self, path: Path | None) -> None:
+        """Raise ``InputError`` if there is no such model or device, or the configuration or the run at ``path`` names
+        another.
+        """
+        settings = {"model": "model.*", "device": "cluster.name", "dtype": "train.dtype"}
+        named = {option: value for option in settings if (value := getattr(self, option)) is not None}
+        if named and not _holds_plans(path):
+            option = next(iter(named))
+            raise InputError(
+                f"--{option} is for files of plans, which name none; set {settings[option]} of the configuration"
+            )
+        model = None if self.model is None else find_model(self.model)
+        device = None if self.device is None else resolve_device(self.device)
+        if path is None or not named:
+            return
+        own_model, own_device, own_dtype = _model_of_run(path), _start_of_run(path).get("device"), _dtype_of_run(path)
+        of_run = {
+            "model": own_model and own_model.name,
+            "device": own_device if isinstance(own_device, str) else None,
+            "dtype": own_dtype,
+        }
+        differs = {
+            "model": model is not None and own_model is not None and model.digest != own_model.digest,
+            "device": device is not None and of_run["device"] not in (None, device.name),
+            "dtype": own_dtype not in (None, self.dtype),
+        }
+        for option, value in named.items():
+            if differs[option]:
+                raise InputError(
+                    f"--{option} {brief(value)[1:-1]}: the run that {path} lies in has another {option}, "
+                    f"{of_run[option]}; leave --{option} out"
+                )
+
+
+def model_of_plans(path: Path | None, changes: list[str], named: Named) -> tuple[ModelSpec, str]:
+    """The model that plans were made for and its compute dtype: as named, of a configuration, or of the run beside.
 
     Raises:
-        InputError: a file of plans lies in no run folder, and no preset is named.
+        InputError: a file of plans lies in no run folder, and no model is named.
     """
-    if preset is not None:
-        return find_model(preset), "bfloat16"
-    if path is None or path.suffix != ".jsonl":
+    if path is None or not _holds_plans(path):
         config = load(path, changes)
         return resolve_model(config, open_corpus(config.data), only_priced=True), config.train.dtype
+    if named.model is not None:
+        return find_model(named.model), _dtype_of_run(path) or named.dtype or "bfloat16"
     run = RunFolder(path.parent)
     if not run.config.is_file():
         raise InputError(
@@ -61,18 +107,9 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
     return run.read_spec(), load_saved(run.config).train.dtype
 
 
-def check_device(path: Path | None, name: str | None) -> None:
-    """Raise ``InputError`` if there is no device of that name, or a configuration names its own."""
-    if name is None:
-        return
-    if path is None or path.suffix != ".jsonl":
-        raise InputError("--device is for files of plans, which name none; set cluster.name of the configuration")
-    resolve_device(name)
-
-
 def device_of_plans(path: Path | None, changes: list[str], *, name: str | None = None) -> DeviceSpec | None:
     """The device of the configured cluster, of a preset or file, or of the run that plans lie in; None: not known."""
-    if path is None or path.suffix != ".jsonl":
+    if path is None or not _holds_plans(path):
         return resolve_cluster(load(path, changes)).device
     return DEVICES.get(str(_start_of_run(path).get("device"))) if name is None else resolve_device(name)
 
@@ -81,11 +118,29 @@ def device_bytes_of(path: Path | None, changes: list[str], *, name: str | None =
     """Memory of a device that is named, of the configured cluster, or of the run that the plans lie in; None: not
     known, or a CPU.
     """
-    if name is not None or path is None or path.suffix != ".jsonl":
+    if name is not None or path is None or not _holds_plans(path):
         device = device_of_plans(path, changes, name=name)
         return None if device is None or device.name == "cpu" else device.memory_bytes
     num_bytes = _start_of_run(path).get("device_memory_bytes")
     return num_bytes if isinstance(num_bytes, int) and num_bytes > 0 else None
+
+
+def _holds_plans(path: Path | None) -> bool:
+    """Whether ``path`` is a file of plans, not a configuration."""
+    return path is not None and path.suffix == ".jsonl"
+
+
+def _model_of_run(plans: Path) -> ModelSpec | None:
+    """The sizes of the model of the run that a file of plans lies in; None: there is none, or it has no costs."""
+    with suppress(InputError):
+        return RunFolder(plans.parent).read_spec()
+    return None
+
+
+def _dtype_of_run(plans: Path) -> str | None:
+    """What the run that a file of plans lies in computes in; None: there is none."""
+    run = RunFolder(plans.parent)
+    return load_saved(run.config).train.dtype if run.config.is_file() else None
 
 
 def _start_of_run(plans: Path) -> dict[str, Any]:
@@ -97,15 +152,20 @@ def _start_of_run(plans: Path) -> dict[str, Any]:
 
 def training_outlook(
     plans: Sequence[StepPlan], tokens_per_s: float, path: Path | None, changes: list[str], *,
-    preset: str | None, device_name: str | None, budget: TrainingBudget,
+    named: Named, budget: TrainingBudget,
 ) -> dict[str, float | None]:  # fmt: skip
     """MFU, and hours and cost of a whole training, as `lengthwise compare` reckons them; None: not known.
 
     Tells what has to be named for an MFU.
+
+    Raises:
+        InputError: the plans are of another model than is named, or faster than devices as named could be.
     """
-    device, model, dtype = device_of_plans(path, changes, name=device_name), None, ""
-    with suppress(InputError) if preset is None else nullcontext():  # outside of a run, the model is not known
-        model, dtype = model_of_plans(path, changes, preset=preset)
+    device, model, dtype = device_of_plans(path, changes, name=named.device), None, ""
+    with suppress(InputError) if named.model is None else nullcontext():  # outside of a run, the model is not known
+        model, dtype = model_of_plans(path, changes, named)
+    if model is not None:
+        check_layers(plans, model.num_layers, model=model.name)
     if unknown := [f"--{what} NAME" for what, spec in (("model", model), ("device", device)) if spec is None]:
         stderr().print(f"MFU: {path} does not say all that it takes; add {' and '.join(unknown)}", soft_wrap=True)
     lengths = [n for plan in plans for line in plan.pipelines for m in line.micro_batches for n in m.pack.lengths]
@@ -121,4 +181,11 @@ def training_outlook(
         peak_flops_per_s=device.peak_flops_per_s(dtype) if model and device else 0.0,
         budget=budget,
     )
-    return {"mfu": cluster.mfu(result), "hours": cluster.hours(result), "cost": cluster.cost(result)}
+    mfu = cluster.mfu(result)
+    if model is not None and device is not None and (mfu or 0) > 1 and named != Named():
+        raise InputError(
+            f"the plans compute faster than {plans[0].num_devices:,} {device.name} could at their peak if they were of "
+            f"model {model.name} in {dtype}: an MFU of {mfu:.0%}; name the model, device and dtype that they were made "
+            "for"
+        )
+    return {"mfu": mfu, "hours": cluster.hours(result), "cost": cluster.cost(result)}

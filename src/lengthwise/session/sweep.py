@@ -18,7 +18,7 @@ from lengthwise.session.planning_args import COMMAND_LINE, Spelling
 MAX_POINTS = 64
 """Comparisons of one sweep."""
 MAX_TOKENS_PER_STEP = 1 << 40
-MAX_RATE = 1e6
+MIN_RATE, MAX_RATE = 1e-6, 1e6
 """Gbit/s of a network port, or Gbyte/s of a link."""
 
 Value = TypeVar("Value", int, float)
@@ -83,8 +83,8 @@ def _check_rates(rates: Sequence[float], setting: str, *, unit: str, profile: Me
             f"its ranks. Leave {setting} or the profile out"
         )
     for rate in rates:
-        if not 0 < rate <= MAX_RATE:
-            raise InputError(f"{setting} must be above 0 and at most {MAX_RATE:,.0f} {unit}, not {rate:g}")
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise InputError(f"{setting} must be from {MIN_RATE:g} to {MAX_RATE:,.0f} {unit}, not {rate:g}")
 
 
 def _with_rates(cluster: ClusterSpec, *, gbit_per_s: float | None, gbyte_per_s: float | None) -> ClusterSpec:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import platform
+from dataclasses import asdict
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +37,13 @@ def staged(tmp_path):
 @pytest.fixture
 def single(tmp_path):
     return write(tmp_path / "single.jsonl", make_plan([lane(3.0, 2.0, 1.0), lane(1.0)], update_s=0.0))
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A plan of as many layers as llama-tiny has, outside of a run."""
+    times_s = ((3.0, 2.0, 1.0), (1.0,))
+    return write(tmp_path / "tiny.jsonl", make_plan([lane(*each, layers=4) for each in times_s], update_s=0.0))
 
 
 def test_a_plan_without_stages_takes_the_time_that_was_planned(cli, single):
@@ -216,19 +224,57 @@ def test_plans_outside_of_a_run_have_no_mfu(cli, single):
     assert code == 2 and "say of how many --tokens" in err
 
 
-def test_plans_outside_of_a_run_have_an_mfu_where_model_and_device_are_named(cli, single):
-    code, out, err = cli("simulate", single, "--model", "llama-tiny", "--json")
+def test_plans_outside_of_a_run_have_an_mfu_where_model_and_device_are_named(cli, tiny):
+    code, out, err = cli("simulate", tiny, "--model", "llama-tiny", "--json")
     assert code == 0 and json.loads(out)["mfu"] is None and "add --device NAME" in err and "--model" not in err
-    assert "add --model NAME and --device NAME" in cli("simulate", single)[2]
-    code, out, err = cli("simulate", single, "--model", "llama-tiny", "--device", "H100-80GB", "--json")
+    assert "add --model NAME and --device NAME" in cli("simulate", tiny)[2]
+    code, out, err = cli("simulate", tiny, "--model", "llama-tiny", "--device", "H100-80GB", "--json")
     document = json.loads(out)
     lengths = np.array([5, 5, 5, 5])
     flops_per_token = model_preset("llama-tiny").train_flops(lengths).sum() / lengths.sum()
     assert document["mfu"] == pytest.approx(document["tokens_per_s"] * flops_per_token / (2 * 989e12)) and not err
-    code, _, err = cli("simulate", single, "--device", "H100-80")
+    code, _, err = cli("simulate", tiny, "--device", "H100-80")
     assert code == 2 and "did you mean H100-80GB" in err
     code, _, err = cli("simulate", "cluster.name=8xH100-80GB", "--device", "H100-80GB")
     assert code == 2 and "set cluster.name of the configuration" in err
+
+
+def test_a_model_device_or_dtype_that_the_configuration_names_is_not_named_again(cli):
+    for option, setting in (("--model", "model.*"), ("--dtype", "train.dtype")):
+        code, _, err = cli(
+            "simulate", "cluster.name=8xH100-80GB", option, {"--model": "llama-7b"}.get(option, "float32")
+        )
+        assert code == 2 and f"{option} is for files of plans" in err and f"set {setting} of the configuration" in err
+
+
+def test_a_model_device_or_dtype_that_is_not_the_run_s_is_refused(cli, tmp_path):
+    run = make_run(tmp_path / "run", num_steps=1)
+    run.write_json("model.json", asdict(model_preset("llama-tiny")))
+    others = {"--model": "gpt-tiny", "--device": "A100-80GB", "--dtype": "float64"}
+    own = {"--model": "llama-tiny", "--device": "H100-80GB", "--dtype": "float32"}
+    for option, name in own.items():
+        code, _, err = cli("simulate", run.plans, option, others[option])
+        assert code == 2 and f"has another {option[2:]}, {name}; leave {option} out" in err
+        assert cli("simulate", run.plans, option, name)[0] == 0
+
+
+def test_plans_of_other_layers_or_faster_than_devices_are_not_those_of_the_model(cli, single, tmp_path):
+    named = ("--model", "llama-tiny", "--device", "H100-80GB")
+    code, _, err = cli("simulate", single, *named)
+    assert code == 2 and "the plans share out 12 layers, model llama-tiny has 4" in err
+    fast = write(tmp_path / "fast.jsonl", make_plan([lane(1e-8, layers=4)], update_s=0.0))
+    code, _, err = cli("simulate", fast, *named)
+    assert code == 2 and "faster than 1 H100-80GB could at their peak" in err and "llama-tiny in bfloat16" in err
+
+
+def test_the_peak_of_an_mfu_is_that_of_the_dtype(cli, tiny, tmp_path):
+    (tmp_path / "gpu.yaml").write_text(
+        "memory_gib: 80\nbfloat16_tflops: 400\nfloat32_tflops: 100\nmemory_gbyte_per_s: 2000\nlink_gbyte_per_s: 300\n"
+        "network_gbit_per_s: 200\n"
+    )
+    named = ("simulate", tiny, "--model", "llama-tiny", "--device", tmp_path / "gpu.yaml", "--json")
+    wide, narrow = (json.loads(cli(*named, "--dtype", dtype)[1])["mfu"] for dtype in ("float32", "bfloat16"))
+    assert wide == pytest.approx(4 * narrow) and json.loads(cli(*named)[1])["mfu"] == narrow
 
 
 def test_a_page_says_that_it_draws_many_spans_coarsely(cli, tmp_path):

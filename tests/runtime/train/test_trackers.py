@@ -10,7 +10,7 @@ from lengthwise.cli.worker import _callbacks
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.train.trackers import LastingTracker, MLflow, Trackio, WeightsAndBiases
+from lengthwise.runtime.train.trackers import LastingTracker, MLflow, TensorBoard, Trackio, WeightsAndBiases
 
 ROW = {"step": 7, "loss/avg": 2.5, "perf/mfu": None, "plan/id": "3f", "data/num_tokens": 100}
 SENT = {"loss/avg": 2.5, "data/num_tokens": 100}
@@ -46,6 +46,17 @@ def test_trackio_gets_the_numbers_of_a_step_and_goes_on_with_a_resumed_run(packa
     assert first == second and first["resume"] == "allow" and first["config"]["train"]["steps"] == 9
     assert package.log.call_args == mock.call(SENT, step=7)
     assert package.finish.call_count == 2
+
+
+def test_tensorboard_shows_steps_trained_again_once(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for number, steps in enumerate(([0, 1, 2, 3], [2, 3, 4])):
+        tracker = TensorBoard(tmp_path)
+        for step in steps:
+            tracker.on_step({"step": step, "loss/avg": step + 10.0 * number})
+        tracker.close()
+    events = accumulators.EventAccumulator(str(tmp_path)).Reload().Scalars("loss/avg")
+    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 12), (3, 13), (4, 14)]
 
 
 @pytest.mark.parametrize("package", ["mlflow"], indirect=True)

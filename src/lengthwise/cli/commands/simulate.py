@@ -7,7 +7,7 @@ import typer
 
 from lengthwise.cli.compare_options import Overlap, PricePerHour, Tokens
 from lengthwise.cli.launch import split_arguments
-from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
+from lengthwise.cli.shared_options import ComputeDtype, Json, KinetoFolder, TraceRanks, TraceSteps
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.session.console import emit_json, stderr
 
@@ -23,6 +23,7 @@ ChakraFolder = Annotated[
 ]
 Model = Annotated[str | None, typer.Option(metavar="NAME|DIR", help="the model, where no run or config names it")]
 Device = Annotated[str | None, typer.Option(metavar="NAME|FILE", help="the device, where no run or config names it")]
+Dtype = Annotated[ComputeDtype | None, typer.Option(help="what plans outside of a run compute in; default: bfloat16")]
 
 
 def run(
@@ -39,6 +40,7 @@ def run(
     chakra: ChakraFolder = None,
     model: Model = None,
     device: Device = None,
+    dtype: Dtype = None,
     tokens: Tokens = None,
     price_per_hour: PricePerHour = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
@@ -64,17 +66,16 @@ def run(
     choice = TraceChoice.parse(trace_steps, trace_ranks)
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])), overlap=overlap)
     path, changes = split_arguments(source, overrides)
-    inputs.check_device(path, device)
+    named = inputs.Named(model=model, device=device, dtype=dtype and dtype.value)
+    named.check(path)
     plans = inputs.plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
-    document |= inputs.training_outlook(
-        plans, document["tokens_per_s"], path, changes, preset=model, device_name=device, budget=budget
-    )
+    document |= inputs.training_outlook(plans, document["tokens_per_s"], path, changes, named=named, budget=budget)
     if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
         stderr().print(note, soft_wrap=True)
     if chakra is not None:
-        write_execution_traces(chakra, plans, choice, inputs.model_of_plans(path, changes, preset=model))
+        write_execution_traces(chakra, plans, choice, inputs.model_of_plans(path, changes, named))
     if html is not None:
         memory = inputs.device_bytes_of(path, changes, name=device)
         write_whole({html: simulation_html(plans, simulated, options, document, device_bytes=memory).encode()})

@@ -267,8 +267,11 @@ def issue_order(priced: PricedBatch, pipeline: PipelineDraft, times_s: list[floa
     """
     if pipeline.is_in_order:
         return list(range(len(times_s)))
-    ids, packs = priced.batch.ids, pipeline.packs
-    order = sorted(range(len(times_s)), key=lambda k: (-times_s[k], [ids[i] for i in packs[k][:1]]))  # ids differ
+    ids = priced.batch.ids
+    first_ids = [ids[pack[0]] if pack else -1 for pack in pipeline.packs]  # ids differ
+    falling_s = [-time_s for time_s in times_s]
+    order = sorted(range(len(times_s)), key=first_ids.__getitem__)
+    order.sort(key=falling_s.__getitem__)  # packs of equal times stay in the order of their first ids
     is_last_longest = pipeline.candidate.num_stages == 1 and hides_updates(priced.problem.cost)
     return [*order[1:], *order[:1]] if is_last_longest else order
 
@@ -288,10 +291,8 @@ def moved_times_s(
     ranks exchange activations, nor in what a micro-batch takes before its first token, such as moving weights, nor
     while its gradients are reduced to shares.
     """
-    ends = [
-        [issue_order(priced, pipeline, times_s)[k] for k in (0, -1)] if times_s else []
-        for pipeline, times_s in zip(phase, all_times_s)
-    ]
+    orders = [issue_order(priced, pipeline, times_s) for pipeline, times_s in zip(phase, all_times_s)]
+    ends = [[order[0], order[-1]] if order else [] for order in orders]
     runs = [runs_of(pipeline)[number] for pipeline, packs in zip(phase, ends) for number in packs]
     lengths = [lengths_of(priced, pipeline, number) for pipeline, packs in zip(phase, ends) for number in packs]
     comm_s = iter(comm_times_s(runs, lengths))

@@ -63,21 +63,33 @@ class LastingTracker:
 
 
 class TensorBoard:
-    """Writes every number of a row as a scalar."""
+    """Writes every number of a row as a scalar; a resumed run goes on with the same curves."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder))
+        self._has_begun = False
 
     def on_step(self, row: "Row") -> None:
         """Write the scalars of the row at its step."""
+        if not self._has_begun:
+            self._begin_at(row["step"])
         for name, value in _scalars(row).items():
             self._writer.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         """Flush and close."""
         self._writer.close()
+
+    def _begin_at(self, step: int) -> None:
+        """Have TensorBoard forget what was written of this step and later ones before a resume."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._has_begun = True
+        if step > 0:
+            start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
+            self._writer.file_writer.add_event(start)
 
 
 class WeightsAndBiases:
