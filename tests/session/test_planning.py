@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from lengthwise.data.corpus import Corpus, CorpusPart, open_corpus
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
+from lengthwise.runtime.analyze.reference import find_reference
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, resolve_cluster
 from lengthwise.session.profile_model import packs_to_measure, shared_schemes
@@ -275,6 +277,13 @@ def test_a_model_that_is_no_folder_or_of_another_family_is_told_what_trains_it(t
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(InputError, match=r"Qwen3ForCausalLM.* is not supported; .*lengthwise\.prepare and lengthwise"):
         resolve_model(check({"model": {"hf": str(tmp_path)}}), None)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for find in (
+        partial(resolve_model, check({"model": {"hf": str(tmp_path)}}), None),
+        partial(find_reference, tmp_path),
+    ):
+        with pytest.raises(InputError, match=r"has an adapter of peft \(adapter_config\.json\).*merge_and_unload"):
+            find()
 
 
 def test_a_profile_of_shared_micro_batches_lets_plans_share_the_longest(tmp_path):

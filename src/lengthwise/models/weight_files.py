@@ -7,6 +7,8 @@ from lengthwise.core.read_file import brief, read_json
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""By which transformers knows that a folder has an adapter."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -23,3 +25,14 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(f"{folder / INDEX} names {brief(name)}, which is no file beside it")
     return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ``InputError`` if a folder has an adapter, which transformers puts on the model that it loads from there."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise InputError(
+            f"{folder} has an adapter of peft ({ADAPTER_CONFIG}), and whole models are computed here. Merge it "
+            "(PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(DIR)) and give that folder, or train "
+            "the adapter in Python with lengthwise.prepare or lengthwise.Trainer; for the model alone, give a folder "
+            "without it"
+        )

@@ -16,7 +16,7 @@ from lengthwise.data.corpus import Corpus
 from lengthwise.models.hf_config import UnsupportedModelError, read_config, read_spec
 from lengthwise.models.hf_sizes import read_priced_spec
 from lengthwise.models.stock_model import StockModel, objective_of_class, read_stock_model
-from lengthwise.models.weight_files import weight_files
+from lengthwise.models.weight_files import refuse_adapter, weight_files
 from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
 from lengthwise.session.planning_args import check_positions
@@ -34,7 +34,7 @@ def hf_folder(config: Config) -> Path:
     """The folder that ``model.hf`` names.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it holds an adapter, which transformers would put on the model that it loads.
     """
     folder = Path(config.model.hf)
     if not folder.is_dir():
@@ -43,6 +43,7 @@ def hf_folder(config: Config) -> Path:
             "--local-dir DIR) and give that, or train it by its name in Python with lengthwise.prepare or "
             "lengthwise.Trainer"
         )
+    refuse_adapter(folder)
     return folder
 
 

@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import read_spec
+from lengthwise.models.weight_files import refuse_adapter
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.hf_folder import load_weights as load_hf_weights
 from lengthwise.runtime.models.hf_folder import weight_files
@@ -70,6 +71,7 @@ def find_reference(folder: Path) -> ReferenceModel:
                 f"models; give a function of your own (MODULE:FUNCTION) that calls it"
             )
         return ReferenceModel(folder=folder, checkpoint=latest(run.checkpoints), spec=run.read_spec())
+    refuse_adapter(folder)
     if (folder / "config.json").is_file():
         return ReferenceModel(folder=folder, checkpoint=None, spec=read_spec(folder))
     raise InputError(
