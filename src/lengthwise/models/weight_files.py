@@ -28,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise ``InputError`` if a folder has an adapter, which transformers puts on the model that it loads from there."""
+    """Raise ``InputError`` if a folder has an adapter, which transformers puts on the model that it loads there."""
     if (folder / ADAPTER_CONFIG).exists():
         raise InputError(
             f"{folder} has an adapter of peft ({ADAPTER_CONFIG}), and whole models are computed here. Merge it "
