@@ -126,7 +126,7 @@ class WrappedModel:
             model, self._forward, objective=objective, make=inputs, labels=lambda: self.labels, positions=positions,
             is_hugging_face=self.structure.is_hugging_face, has_loss=loss is not None,
         )  # fmt: skip
-        self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
+        self._rotary = LengthwiseRotary(model, is_plain=lambda: by_sequence or self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0, of=self)
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
