@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from lengthwise.core.batch import MASKED
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.verify.float64_mode import NoiseFreeMode
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
+from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.runs import (
     VOCAB,
@@ -88,6 +90,10 @@ CASES = {
 }
 
 
+BY_LENGTH = ("Phi-3 with longrope", "Llama with dynamic NTK")
+"""Their rotary factors depend on the length."""
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.deep] * (n not in ("RoBERTa", "Phi-3 with longrope"))) for n in CASES]
 )
@@ -102,7 +108,7 @@ def _logits_alone(model, sequence, length):
         return model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("name", ["Phi-3 with longrope", "Llama with dynamic NTK"])
+@pytest.mark.parametrize("name", BY_LENGTH)
 def test_a_long_sequence_leaves_no_rotary_factors_to_a_later_one_or_to_the_released_model(name):
     with in_double():
         model = CASES[name].build()
@@ -115,7 +121,7 @@ def test_a_long_sequence_leaves_no_rotary_factors_to_a_later_one_or_to_the_relea
         assert torch.allclose(_logits_alone(model, 1, 5), expected[21:26], atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["Phi-3 with longrope", "Llama with dynamic NTK"])
+@pytest.mark.parametrize("name", BY_LENGTH)
 def test_rotary_factors_are_those_of_each_sequence_in_any_order_also_of_plain_calls_and_of_copies(name):
     lengths = (21, 12, 5, 15)
     with in_double():
@@ -134,6 +140,37 @@ def test_rotary_factors_are_those_of_each_sequence_in_any_order_also_of_plain_ca
         wrapped_model.release()
         assert set(vars(model.model.rotary_emb)) == set(vars(CASES[name].build().model.rotary_emb))
         assert torch.allclose(_logits_alone(model, 1, 12), expected[1], atol=1e-10)
+
+
+AT_LIMIT = (9, 8, 21, 8, 10)
+"""With 8 slots or 10, the stock module would keep the factors of the longer sequence before."""
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_rotary_factors_are_those_of_each_sequence_also_sequence_by_sequence(name):
+    expected = [_logits_alone(CASES[name].build(), i, length) for i, length in enumerate(AT_LIMIT)]
+    model = CASES[name].build()
+
+    def in_turn(*lengths):
+        micro_batch = micro_batch_of(lengths)
+        with active(micro_batch.shard):
+            return model(micro_batch.tokens[None], use_cache=False).logits[0]
+
+    WrappedModel(model, by_sequence=True).learn([lambda: in_turn(11), lambda: in_turn(7)], (11, 7))
+    assert torch.allclose(in_turn(*AT_LIMIT), torch.cat(expected), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_rotary_factors_are_computed_in_float64_where_packs_are_compared(name):
+    """As those of the stock model are, whose calls leave nothing behind either."""
+    model = CASES[name].build()
+    wrapped_model = learned(model)
+    with NoiseFreeMode(double=True):
+        logits, before = packed(model, shard_of(AT_LIMIT)).logits[0], StateBetweenCalls(model)
+        with wrapped_model.plain():
+            expected = [_logits_alone(model, i, length) for i, length in enumerate(AT_LIMIT)]
+    assert torch.allclose(logits, torch.cat(expected), atol=1e-12)
+    assert not before.changes()
 
 
 class OddRotary(nn.Module):

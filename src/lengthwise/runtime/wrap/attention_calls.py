@@ -56,10 +56,10 @@ class AttentionCalls:
         rules = getattr(self._rules, name)
         return rules[number] if number < len(rules) else CallRule(dim=None)
 
-    def _check_scale(self, number: int, rule: CallRule, scale: float | None) -> None:
-        if not same_scale(scale, rule.scale):
+    def _check_scale(self, number: int, expected: float | None, scale: float | None) -> None:
+        if not same_scale(scale, expected):
             raise InputError(
-                f"attention call {number} scales its logits by {scale}, where it was {rule.scale} when it was "
+                f"attention call {number} scales its logits by {scale}, where it was {expected} when it was "
                 f"prepared; {ON_PACKS}"
             )
 
@@ -129,16 +129,17 @@ class AttentionCalls:
             call = replace(call, mask=bias, scale=scale)
         rule = self._rule("attention", call)
         if self._is_dry(query):
-            assert self._rules is not None
-            self._check_scale(number, self._rules.attention[number], call.scale)
-            return self._note_mask(query, shape, call.mask, operations).to(value.dtype)
+            assert self._rules is not None and self._masks is not None
+            self._check_scale(number, self._masks.scale(number, call.scale), call.scale)
+            return self._note_mask(query, shape, call).to(value.dtype)
         if rule is None:
             return attended.of(value)
         self._check_mask(number, rule, given=True, causal=False)
         assert self._masks is not None, "masks come with rules"
         sees = self._masks.kind(number, self._other_bias(number, rule, attended, operations), self.shard)
         drawn = self.shard.counts.in_micro_batch(number)
-        kind = AttentionRequest(scale=rule.scale, dropout=attended.dropout, call=drawn, **sees)
+        learned_scale = self._masks.scale(number, rule.scale)
+        kind = AttentionRequest(scale=learned_scale, dropout=attended.dropout, call=drawn, **sees)
         # some models take logits in float32 and weights in the dtype of the values
         q, k, v = (slots_first(x) for x in (query, attended.key, value.to(query.dtype)))
         out = attend_shard(q, k, v, kind, self.shard)
@@ -162,7 +163,7 @@ class AttentionCalls:
             scale, bias = attended.scale_and_bias()
         except InputError:
             raise refused from None
-        self._check_scale(number, rule, scale)
+        self._check_scale(number, self._masks.scale(number, rule.scale), scale)
         return bias
 
     def _is_dry(self, query: Tensor) -> bool:
@@ -172,16 +173,14 @@ class AttentionCalls:
         number = self.shard.counts.attention - 1
         return number < len(self._rules.attention) and self._rules.attention[number].is_over_slots
 
-    def _note_mask(
-        self, query: Tensor, shape: tuple[int, ...], mask: Tensor | None, operations: Operations | None = None
-    ) -> Tensor:
+    def _note_mask(self, query: Tensor, shape: tuple[int, ...], call: ForwardCall) -> Tensor:
         """Record the mask of a call, and return zeros of ``shape`` as its output."""
         assert self.shard is not None and self._rules is not None and self._masks is not None
         number = self.shard.counts.attention - 1
-        if self._rules.attention[number].note == "masked" and mask is not None:
-            self._masks.note(number, mask, tuple(query.shape))
-            if operations is not None:
-                self._masks.note_operations(number, operations)
+        if self._rules.attention[number].note == "masked" and call.mask is not None:
+            self._masks.note(number, call.mask, tuple(query.shape))
+            if call.operations is not None:
+                self._masks.note_operations(number, call.operations, call.scale)
         if number == len(self._rules.attention) - 1:
             raise AllAttendedError
         return query.new_zeros(shape)

@@ -7,6 +7,7 @@ which is checked whenever a mask of another length is seen; where it does not ho
 given for a pack is compared every time: masks by value, of attention by hand the operations on logits.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,11 +35,12 @@ ON_PACKS = (
 
 @dataclass(kw_only=True)
 class _Learned:
-    """What was learned of a model that computes in one dtype."""
+    """What was learned of a model that computes in one precision."""
 
     tables: dict[int, PositionTable] = field(default_factory=dict)
     lengths: set[int] = field(default_factory=set)
     operations: dict[int, LearnedOperations] = field(default_factory=dict)
+    scales: dict[int, float] = field(default_factory=dict)
     samples: dict[int, IndexSamples] = field(default_factory=dict)
 
 
@@ -48,21 +50,23 @@ class MaskTables:
     def __init__(self, model: str) -> None:
         """``model``: its name, for messages."""
         self._model = model
-        self._by_dtype: dict[torch.dtype | None, _Learned] = {}
+        self._by_precision: dict[Hashable, _Learned] = {}
         self.use(None)
         self._checked: tuple[Tensor | None, int, PackShard | None, int] = (None, 0, None, -1)
 
     def __bool__(self) -> bool:
-        return any(learned.tables for learned in self._by_dtype.values())
+        return any(learned.tables for learned in self._by_precision.values())
 
     @property
     def num_lengths(self) -> int:
         """How many lengths masks were seen of."""
         return len(self._lengths)
 
-    def use(self, dtype: torch.dtype | None) -> None:
-        """Switch to the tables for a model that computes in ``dtype``, on which biases may depend."""
-        self._learned = self._by_dtype.setdefault(dtype, _Learned())
+    def use(self, precision: Hashable) -> None:
+        """Switch to the tables for a model that computes in ``precision``, on which biases, scales and the numbers that
+        hide may depend.
+        """
+        self._learned = self._by_precision.setdefault(precision, _Learned())
         self._tables, self._lengths = self._learned.tables, self._learned.lengths
 
     def is_known(self, length: int) -> bool:
@@ -92,13 +96,22 @@ class MaskTables:
         if old is None or length > old.length:
             self._tables[number] = new
 
-    def note_operations(self, number: int, operations: Operations) -> None:
-        """Record what call ``number``, an attention by hand, does to the logits of one whole sequence."""
+    def note_operations(self, number: int, operations: Operations, scale: float | None) -> None:
+        """Record what call ``number``, an attention by hand, does to the logits of one whole sequence.
+
+        ``scale``: of the logits, of the first sequence in this precision; others are to have the same.
+        """
         learned = self._learned.operations
+        if scale is not None:
+            self._learned.scales.setdefault(number, scale)
         if number not in learned or operations.num_slots >= learned[number].length:
             learned[number] = LearnedOperations(
                 operations, before=learned.get(number - 1), last=learned.get(number), most_numbers=MOST_NUMBERS
             )
+
+    def scale(self, number: int, otherwise: float | None) -> float | None:
+        """The scale of the logits of call ``number``, an attention by hand; ``otherwise``: of another precision."""
+        return self._learned.scales.get(number, otherwise)
 
     def other_operations(self, number: int, operations: Operations, shard: PackShard) -> str:
         """What call ``number`` does otherwise to its logits than for a sequence alone; an empty string: nothing."""

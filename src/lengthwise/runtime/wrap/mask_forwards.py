@@ -28,7 +28,7 @@ def note_masks(masks: MaskTables, rules: CallRules, seen: list[ForwardCalls], *,
             if call.mask is not None and rule.is_over_slots:
                 masks.note(number, call.mask, call.shape)
                 if call.operations is not None:
-                    masks.note_operations(number, call.operations)
+                    masks.note_operations(number, call.operations, call.scale)
 
 
 def learn_masks(

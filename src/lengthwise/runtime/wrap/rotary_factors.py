@@ -2,21 +2,25 @@
 
 Dynamic NTK and longrope scale their frequencies by the longest position that they are given, and keep them for the next
 call. In a pack that would be the longest sequence of all, on a rank that holds a part of a sequence the last of its own
-slots. So such a module is asked for the factors of whole sequences, each in the state in which the model came.
+slots. So such a module is asked for the factors of whole sequences, each in the state in which the model came. After
+every call it is restored to that state, also where the model is computed sequence by sequence or as before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 _POSITIONS = "position_ids"
 _STATIC = frozenset({"default", "linear", "llama3", "yarn", "proportional", "mrope"})
@@ -29,7 +33,7 @@ class LengthwiseRotary:
     """Replaces the forwards of rotary modules whose factors depend on the length, until :meth:`release`."""
 
     def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
-        """``is_plain``: whether the model computes as it did before it was prepared."""
+        """``is_plain``: whether the model is now called on single sequences, as before it was prepared."""
         self._modules = [_Rotary(module, is_plain) for module in model.modules() if _depends_on_length(module)]
 
     def release(self) -> None:
@@ -76,8 +80,11 @@ class _Rotary:
     def _of_pack(self, *args: Any, **kwargs: Any) -> Any:
         if not shards.is_active() or self._is_plain():
             self._restore()  # of a sequence before, the stock module would know how long it was
-            return self._forward(*args, **kwargs)
-        with torch._C.DisableTorchFunction():  # calls of torch inside are not about this rank's slots
+            try:
+                return self._forward(*args, **kwargs)
+            finally:
+                self._restore()
+        with _let_through():  # calls of torch inside are not about this rank's slots
             return self._of_shard(shards.current(), *args, **kwargs)
 
     def _of_shard(self, shard: PackShard, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +135,16 @@ class _Rotary:
         out = self._forward(**changed)
         self._is_tuple = not isinstance(out, Tensor)
         return tuple(out) if self._is_tuple else (out,)
+
+
+@contextmanager
+def _let_through() -> Iterator[None]:
+    """Within, calls of torch are not intercepted; the mode in which a model is compared sees them all the same."""
+    with ExitStack() as stack:
+        for mode in _get_current_function_mode_stack():
+            if isinstance(mode, InterceptCalls):
+                stack.enter_context(mode.letting_through())
+        yield
 
 
 def _to_original(module: nn.Module) -> None:

@@ -83,13 +83,19 @@ class ModelStructure:
                 "is_trainable=True), or call requires_grad_(True) on what is to be trained"
             )
 
-    @cached_property
+    @property
     def computed_dtype(self) -> torch.dtype:
         """The dtype of its first trained parameter; of a model that trains none, of its first parameter of floats."""
         floats = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         first = next(iter(self.parameters.values()), None)
         first = next(floats, None) if first is None else first
         return torch.get_default_dtype() if first is None else first.dtype
+
+    def precision(self, autocast: torch.dtype | None = None) -> tuple[torch.dtype | None, ...]:
+        """What a forward computes in now: the dtype of its weights, the default, that of ``autocast``, and what a cast
+        to float32 gives, which is float64 while packs are compared.
+        """
+        return self.computed_dtype, torch.get_default_dtype(), autocast, torch.empty(0).float().dtype
 
     def table(self) -> ParameterTable:
         """Group trained parameters into units: before the layers, each layer, after them."""

@@ -112,6 +112,15 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
                 with self._imported.answered(self._kernel):
                     yield
 
+    @contextmanager
+    def letting_through(self) -> Iterator[None]:
+        """Within, calls are not intercepted."""
+        answers, self._answers = self._answers, {}
+        try:
+            yield
+        finally:
+            self._answers = answers
+
     def check_complete(self) -> None:
         """Raise ``CheckError`` unless the forward made as many calls as when it was prepared."""
         if self._rules is None or self.shard is None:
@@ -151,7 +160,7 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
         call = replace(call, scale=scale, num_keys=key.shape[-2])
         rule = self._rule("attention", call)
         if self._is_dry(query):
-            return self._note_mask(query, (*query.shape[:-1], value.shape[-1]), attn_mask)
+            return self._note_mask(query, (*query.shape[:-1], value.shape[-1]), call)
         if rule is None:
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
@@ -182,7 +191,7 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
         elif attn_mask is not None:
             assert self._masks is not None, "masks come with rules"
             self._masks.check_band(number, attn_mask, self.shard, causal=rule.note == "causal")
-        self._check_scale(number, rule, scale)
+        self._check_scale(number, rule.scale, scale)
         drawn = self.shard.counts.in_micro_batch(number)
         kind = AttentionRequest(scale=scale, dropout=dropout_p, call=drawn, **sees)
         q, k, v = (slots_first(x) for x in (query, key, value))
@@ -196,9 +205,10 @@ class InterceptCalls(PositionCalls, TorchFunctionMode):
         query, note = call.query, call.refused
         if self._calls is not None:
             note = note or kernels.ends_note(call) or ("causal" if call.causal else "")
-        rule = self._rule("attention", ForwardCall(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer))
+        recorded = ForwardCall(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer)
+        rule = self._rule("attention", recorded)
         if self._is_dry(query):
-            return self._note_mask(query, (*query.shape[:-1], call.value.shape[-1]), None)
+            return self._note_mask(query, (*query.shape[:-1], call.value.shape[-1]), recorded)
         if rule is None or not rule.is_over_slots:
             if rule is not None and call.dropout:
                 raise InputError(f"{func.__name__} drops weights within slots; draw with dropout outside of attention")

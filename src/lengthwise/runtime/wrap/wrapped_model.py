@@ -126,7 +126,7 @@ class WrappedModel:
             model, self._forward, objective=objective, make=inputs, labels=lambda: self.labels, positions=positions,
             is_hugging_face=self.structure.is_hugging_face, has_loss=loss is not None,
         )  # fmt: skip
-        self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
+        self._rotary = LengthwiseRotary(model, is_plain=lambda: by_sequence or self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0, of=self)
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in parts]
         for switch in self._switches:
@@ -230,7 +230,7 @@ class WrappedModel:
             self.layers.check(self.structure, each_attends=None)
             self.by_sequence.learn(lengths)
             return
-        self.masks.use(self.structure.computed_dtype)
+        self.masks.use(self.structure.precision())
         seen, state = self._traced(forwards)
         if self.tables.note_traced(max(lengths)):
             self.own_state |= state.names()
@@ -272,7 +272,7 @@ class WrappedModel:
     def _learn_masks(self, shard: shards.PackShard) -> None:
         """Record masks for the lengths of this micro-batch."""
         if self.masks and shard.alone is not None:
-            self.masks.use(self.structure.computed_dtype)
+            self.masks.use(self.structure.precision(autocast_dtype(shard.device)))
             new = partial(self._new_intercept, rules=self.rules)
             with self._caches.off():
                 learn_masks(self.masks, shard, self.layers, new, self.inputs_of, self._forward)
