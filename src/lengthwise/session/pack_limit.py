@@ -18,9 +18,15 @@ FEWEST_SLOTS = 40
 
 
 def check_packs(
-    prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex, check: Callable[[], None]
+    prepared: PreparedModel,
+    options: PrepareOptions,
+    lengths: LengthIndex,
+    check: Callable[[], None],
+    check_ways: Callable[[int], None],
 ) -> None:
     """Call ``check``, which compares small packs, and compare a pack of many sequences; every rank calls this.
+
+    ``check_ways``: compares packs of up to so many slots in which the forward decides otherwise by its length.
 
     Where packs as large as the longest sequence can be used, and larger ones not, the model has that limit from now on.
 
@@ -47,9 +53,15 @@ def check_packs(
         check()
     except NotComputedError as error:
         limit_packs(error.marked)
-        return check()
+        check()
+        return check_ways(longest)
+    check_ways(min(longest, largest))
     if problem := crowding_problem(prepared, largest):
-        limit_packs(problem)
+        return limit_packs(problem)
+    try:
+        check_ways(largest)
+    except CheckError as error:
+        limit_packs(error.marked)
 
 
 def with_pack_limit(prepared: PreparedModel, options: PrepareOptions) -> PrepareOptions:
