@@ -101,3 +101,13 @@ def test_every_way_of_a_rank_meets_every_way_of_a_sequence_in_some_pack(degree):
     assert all(len(pack) > 1 and sum(pack) <= 300 and max(pack) <= 59 for pack in chosen)
     assert missing == ({(4, 4)} if degree == 1 else set())  # such a sequence is its pack
     assert packs.missing([(2, 11, 7), *chosen]) == []
+
+
+def test_decisions_are_looked_for_again_where_a_loop_compares():
+    model = branching(lambda n: False)
+    run = lw.prepare(model, rows(), **OPTIONS, packing="always")
+    run.compare()
+    model.decide = DECISIONS["multiples"]
+    with pytest.raises(CheckError, match="learns something else from packs"):
+        run.compare()
+    run.close()

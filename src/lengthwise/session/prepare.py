@@ -162,7 +162,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         raise
     run.limits_own_batches = chosen.steps is not None
     kinds = NewKinds(prepared)
-    run.check_again, run.compares_changes = partial(compare_again, prepared, chosen, kinds), chosen.check
+    run.check_again = partial(compare_again, prepared, chosen, kinds, sequences.computed_lengths)
+    run.compares_changes = chosen.check
     run.changes_of_items = kinds.changes
     return run
 

@@ -22,7 +22,7 @@ from lengthwise.session.calibration import progress_bar
 from lengthwise.session.fallbacks import warn_of_numbers, warn_of_other_mean
 from lengthwise.session.meant_labels import warn_of_unread_labels
 from lengthwise.session.new_kinds import NewKinds
-from lengthwise.session.pack_limit import check_packs
+from lengthwise.session.pack_limit import check_packs, largest_pack
 
 
 def compare_with_stock(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex) -> None:
@@ -32,9 +32,10 @@ def compare_with_stock(prepared: PreparedModel, options: PrepareOptions, lengths
         CheckError: packs change what the model learns.
         InputError: the model cannot be computed in packs at all.
     """
-    ways = PackWays(prepared, np.asarray(lengths.lengths) // options.slot_tokens)
     check = partial(_check, prepared, options, lengths.max_length)
-    check_packs(prepared, options, lengths, check, partial(_check_ways, prepared, options, ways))
+    check_packs(
+        prepared, options, lengths, check, partial(_check_ways, prepared, options, _ways(prepared, options, lengths))
+    )
     warn_of_unread_labels(prepared, options)
     warn_of_numbers(prepared)
     check_compiled(prepared)
@@ -42,12 +43,16 @@ def compare_with_stock(prepared: PreparedModel, options: PrepareOptions, lengths
         check_shared_prefixes(prepared)
 
 
-def compare_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds) -> None:
-    """Compare short packs with the stock model, whose weights and settings may have changed since, or the items."""
+def compare_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds, lengths: LengthIndex) -> None:
+    """Compare short packs with the stock model, whose weights and settings may have changed since, or the items; and
+    packs of those ``lengths`` at which it decides otherwise now.
+    """
     was_mean, prepared.wrapped_model.is_mean = prepared.wrapped_model.is_mean, None
     with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new:
         short = traced_lengths(prepared.collator)[0] * options.slot_tokens
         _check(prepared, options, longest=short if has_new else None)
+        largest = largest_pack(prepared, options, lengths)
+        _check_ways(prepared, options, _ways(prepared, options, lengths), largest)
     if was_mean is not False:
         warn_of_other_mean(prepared)
 
@@ -66,6 +71,10 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
             on_progress=advance,
         )
     check_longest(prepared, degrees=degrees, methods=options.sharing_methods, longest=num_slots)
+
+
+def _ways(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex) -> PackWays:
+    return PackWays(prepared, np.asarray(lengths.lengths) // options.slot_tokens)
 
 
 def _check_ways(prepared: PreparedModel, options: PrepareOptions, ways: PackWays, largest: int) -> None:
