@@ -30,7 +30,7 @@ DECISIONS = {
     "multiples": lambda n: n % 14 == 0,
     "exactly": lambda n: n == 36,
     "within": lambda n: n > 8 and n % 9 == 4 and n % 5 == 1,
-    "not seen": lambda n: int(n**0.5) ** 2 == n and n > 20,
+    "not seen": lambda n: {35: True}.get(n, False),
 }
 
 
@@ -68,8 +68,9 @@ def test_decisions_of_a_loss_of_the_users_are_compared():
         lw.prepare(branching(lambda n: False), rows(), **OPTIONS, packing="always", loss=loss)
 
 
-def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_decide_otherwise(caplog):
-    run = lw.prepare(branching(lambda n: 300 < n < 400), rows([50, 31] * 8), **OPTIONS, packing="always")
+@pytest.mark.parametrize("decide", [lambda n: 300 < n < 400, lambda n: int(n**0.5) == 12])
+def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_decide_otherwise(decide, caplog):
+    run = lw.prepare(branching(decide), rows([50, 31] * 8), **OPTIONS, packing="always")
     assert run.wrapped_model.most_slots == 50 and "packs have at most 50 tokens" in caplog.text
     run.close()
 

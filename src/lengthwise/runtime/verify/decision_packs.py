@@ -33,7 +33,9 @@ MOST_SIZES = 64
 MANY_DIVISORS = (3600, 1764, 900, 144, 36)
 """Sizes of packs, squares of many divisors, for models whose decisions are not all seen."""
 MOST_UNSEEN = 2
-"""How many of them are compared, and of the lengths that most sequences have."""
+"""How many of them are compared, with as many of the lengths that most sequences have."""
+MOST_LENGTHS = 64
+"""Different lengths of sequences that are in packs then."""
 
 
 class PackWays:
@@ -44,7 +46,7 @@ class PackWays:
         self._run, self._decisions = run, LengthDecisions(run=run)
         shortest = 2 if run.collator.objective == NEXT_TOKEN else 1  # one slot has no next token to learn
         lengths, counts = np.unique(slots[slots >= shortest], return_counts=True)
-        self._of_corpus, self._usual = lengths, lengths[np.argsort(-counts, kind="stable")[:MOST_UNSEEN]]
+        self._of_corpus, self._usual = lengths, lengths[np.argsort(-counts, kind="stable")[:MOST_LENGTHS]]
         self._compared = list[ComputeSetting]()
 
     def compare(
@@ -70,7 +72,7 @@ class PackWays:
             packs = _PacksOfDegree(ways, self._of_corpus, degree=degree, largest=largest, longest=longest)
             chosen = packs.missing([s.lengths for s in self._compared if s.degree == degree])
             if self._decisions.is_lost or UNKNOWN in ways[2:]:
-                chosen += packs.of_many_divisors(self._usual)
+                chosen += packs.unseen(self._usual, slots_of_a_forward(run))
             settings += [self._setting(lengths, degree, methods[0]) for lengths in dict.fromkeys(chosen)]
         for setting in settings:
             self._compare(setting)
@@ -125,12 +127,15 @@ class _PacksOfDegree:
                 left = left[max(1, num_taken) :]
         return packs
 
-    def of_many_divisors(self, usual: np.ndarray) -> list[tuple[int, ...]]:
-        """Lengths of packs that a forward may treat as it treats multiples or squares, with ``usual`` sequences."""
-        packs = [
-            self._filled(sorted(usual.tolist()), self._degree * size) for size in MANY_DIVISORS if size <= self._most
-        ]
-        return [pack for pack in packs if pack][:MOST_UNSEEN]
+    def unseen(self, usual: np.ndarray, most_slots: int) -> list[tuple[int, ...]]:
+        """Lengths of packs for decisions that are not seen, of at most ``most_slots`` slots: those that hold the
+        ``usual`` lengths, and some that a forward may treat as it treats multiples or squares.
+        """
+        most_slots, few = min(most_slots, self._degree * self._most), sorted(usual[:MOST_UNSEEN].tolist())
+        packs = [sorted(pack) for pack in _in_packs(usual.tolist(), most_slots)[:MOST_PACKS]]
+        sizes = [self._degree * size for size in MANY_DIVISORS if sum(few) < self._degree * size <= most_slots]
+        of_divisors = [pack for size in sizes if (pack := self._filled(few, size))]
+        return [*(tuple(pack) for pack in packs if len(pack) > 1), *of_divisors[:MOST_UNSEEN]]
 
     def _met_in(self, lengths: tuple[int, ...]) -> set[tuple[int, int]]:
         """Pairs of the way of a rank's slots, and that of a sequence, in a pack."""
@@ -162,3 +167,15 @@ class _PacksOfDegree:
             pack.append(int(fitting[-1]))
             rest -= pack[-1]
         return tuple(pack) if not rest else ()
+
+
+def _in_packs(lengths: list[int], most_slots: int) -> list[list[int]]:
+    """The lengths in packs of at most ``most_slots`` slots, each in the first that has room; the longest first."""
+    packs = list[list[int]]()
+    for length in sorted(lengths, reverse=True):
+        pack = next((pack for pack in packs if sum(pack) + length <= most_slots), None)
+        if pack is None:
+            packs.append([length])
+        else:
+            pack.append(length)
+    return packs

@@ -184,7 +184,9 @@ class TrackedInt(TrackedNumber, int):
         """``text``, ``formula``: of the slots, in words and as a function."""
         return _made(int.__new__(cls, value), value, log, text, formula)
 
-    __hash__ = int.__hash__
+    def __hash__(self) -> int:
+        self.log.lose()  # as the key of a table, which compares it with few others
+        return hash(self.plain)
 
 
 class TrackedFloat(TrackedNumber, float):
@@ -194,7 +196,9 @@ class TrackedFloat(TrackedNumber, float):
         """``text``, ``formula``: of the slots, in words and as a function."""
         return _made(float.__new__(cls, value), value, log, text, formula)
 
-    __hash__ = float.__hash__
+    def __hash__(self) -> int:
+        self.log.lose()
+        return hash(self.plain)
 
 
 def _made(number: Any, value: Any, log: DecisionLog, text: str, formula: Formula) -> Any:
