@@ -22,11 +22,12 @@ def check_packs(
     options: PrepareOptions,
     lengths: LengthIndex,
     check: Callable[[], None],
-    check_ways: Callable[[int], None],
+    check_ways: Callable[[int, bool], None],
 ) -> None:
     """Call ``check``, which compares small packs, and compare a pack of many sequences; every rank calls this.
 
-    ``check_ways``: compares packs of up to so many slots in which the forward decides otherwise by its length.
+    ``check_ways``: compares packs of up to so many slots in which the forward decides otherwise by its length, where
+    one of that size with many short sequences was compared before, or was not.
 
     Where packs as large as the longest sequence can be used, and larger ones not, the model has that limit from now on.
 
@@ -54,12 +55,12 @@ def check_packs(
     except NotComputedError as error:
         limit_packs(error.marked)
         check()
-        return check_ways(longest)
-    check_ways(min(longest, largest))
+        return check_ways(longest, False)
+    check_ways(min(longest, largest), False)
     if problem := crowding_problem(prepared, largest):
         return limit_packs(problem)
     try:
-        check_ways(largest)
+        check_ways(largest, True)
     except CheckError as error:
         limit_packs(error.marked)
 

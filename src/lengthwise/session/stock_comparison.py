@@ -77,10 +77,15 @@ def _ways(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex
     return PackWays(prepared, np.asarray(lengths.lengths) // options.slot_tokens)
 
 
-def _check_ways(prepared: PreparedModel, options: PrepareOptions, ways: PackWays, largest: int) -> None:
-    """Compare packs of at most ``largest`` slots in which the forward decides otherwise by its length."""
-    degrees, methods = _degrees(prepared, options), options.sharing_methods
-    ways.compare(degrees=degrees, methods=methods, recompute=_recompute(options), largest=largest)
+def _check_ways(
+    prepared: PreparedModel, options: PrepareOptions, ways: PackWays, largest: int, is_crowded: bool = False
+) -> None:
+    """Compare packs of at most ``largest`` slots in which the forward decides otherwise by its length.
+
+    ``is_crowded``: whether a pack of that size with many short sequences was compared before.
+    """
+    degrees, methods, recompute = _degrees(prepared, options), options.sharing_methods, _recompute(options)
+    ways.compare(degrees=degrees, methods=methods, recompute=recompute, largest=largest, is_crowded=is_crowded)
 
 
 def _degrees(prepared: PreparedModel, options: PrepareOptions) -> list[int]:

@@ -16,6 +16,7 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.synthetic_batches import traced_lengths
 from lengthwise.runtime.verify.compute_settings import WORK, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.gradient_check import compare_settings
 from lengthwise.runtime.verify.length_decisions import UNKNOWN, LengthDecisions
@@ -50,11 +51,18 @@ class PackWays:
         self._compared = list[ComputeSetting]()
 
     def compare(
-        self, *, degrees: Sequence[int], methods: Sequence[Method], recompute: Sequence[str], largest: int
+        self,
+        *,
+        degrees: Sequence[int],
+        methods: Sequence[Method],
+        recompute: Sequence[str],
+        largest: int,
+        is_crowded: bool = False,
     ) -> None:
         """Compare packs of at most ``largest`` slots whose ways have not met; every rank calls this.
 
-        ``recompute``: as in the packs that were compared before.
+        ``recompute``: as in the packs that were compared before. ``is_crowded``: whether a pack of that size with many
+        short sequences was compared too.
 
         Raises:
             CheckError: loss or gradients differ by more than rounding.
@@ -70,7 +78,11 @@ class PackWays:
         settings = list[ComputeSetting]()
         for degree in sorted({1, max(degrees)}):
             packs = _PacksOfDegree(ways, self._of_corpus, degree=degree, largest=largest, longest=longest)
-            chosen = packs.missing([s.lengths for s in self._compared if s.degree == degree])
+            compared = [s.lengths for s in self._compared if s.degree == degree]
+            if is_crowded and degree == 1 and all(way.is_whole for way in self._decisions.ways):
+                short = traced_lengths(run.collator)
+                compared.append(short * (largest // sum(short)))
+            chosen = packs.missing(compared)
             if self._decisions.is_lost or UNKNOWN in ways[2:]:
                 chosen += packs.unseen(self._usual, slots_of_a_forward(run))
             settings += [self._setting(lengths, degree, methods[0]) for lengths in dict.fromkeys(chosen)]

@@ -29,8 +29,8 @@ _log = logging.getLogger("lengthwise")
 
 FIRST = 101
 """Slots of the first call, at most: a prime that no weight has as a size."""
-MOST_CALLS, MOST_SECONDS = 8, 2.0
-"""Calls, and for how long new ones begin."""
+MOST_CALLS, MOST_SECONDS = 8, 4.0
+"""Calls, and how long they may have taken together when another begins."""
 LOOKED = 64
 """Lengths among which one is chosen that no weight has as a size."""
 UNKNOWN = -1
@@ -43,6 +43,8 @@ class Way:
 
     num_slots: int
     decisions: tuple[Decision, ...]
+    is_whole: bool = True
+    """Whether the forward came to its end, so that there are no further decisions."""
 
     def is_taken(self, lengths: np.ndarray) -> np.ndarray:
         """[L] for each of ``lengths``, whether a forward of so many slots decides the same."""
@@ -61,7 +63,7 @@ class LengthDecisions:
     ways: list[Way] = field(default_factory=list)
     is_lost: bool = False
     """Whether the forward may decide by its length where that is not seen."""
-    _end_s: float | None = None
+    _spent_s: float = 0.0
 
     def ways_of(self, lengths: np.ndarray) -> np.ndarray:
         """[L] the way of each of ``lengths``, by number; -1: not known. Every rank calls this, with the same."""
@@ -77,12 +79,10 @@ class LengthDecisions:
 
     def _next(self, lengths: np.ndarray) -> int | None:
         """The length of the next call, the same on every rank; None: there is none."""
-        if self._end_s is None:
-            self._end_s = monotonic() + MOST_SECONDS
         chosen = None
         if not self.ways:
             chosen = self._first(int(lengths.max()))
-        elif len(self.ways) < MOST_CALLS and monotonic() < self._end_s:
+        elif len(self.ways) < MOST_CALLS and self._spent_s < MOST_SECONDS:
             unknown = lengths[self._numbers(lengths) == UNKNOWN]
             unknown = unknown[(unknown > 1) & (unknown <= slots_of_a_forward(self.run))]
             chosen = next(filter(self._is_told_apart, unknown[:LOOKED].tolist()), None)
@@ -105,19 +105,19 @@ class LengthDecisions:
 
     def _call(self, num_slots: int) -> None:
         """Call the stock forward on one sequence, and keep the way that it takes, as far as it comes."""
-        log = DecisionLog(num_slots=num_slots)
+        log, begun_s, is_whole = DecisionLog(num_slots=num_slots), monotonic(), True
         try:
             with noise_free(self.run), varied(self.run, (num_slots,)), torch.no_grad(), self.run.gathered():
                 on_every_rank(self.run, partial(_call_tracked, self.run, log), is_stock=True)
         except (LengthwiseError, NotInThisDtype, NotWithTheseWeights) as error:
             _log.debug("a forward of %s slots says little of what it decides: %s", f"{num_slots:,}", error)
-            self.is_lost |= not self.ways
+            is_whole = False
         finally:
-            log.is_open = False
-        self.is_lost |= log.is_lost
+            log.is_open, self._spent_s = False, self._spent_s + monotonic() - begun_s
+        self.is_lost |= log.is_lost or not is_whole
         decisions = tuple(_evaluable(log.decisions.values()))
         self.is_lost |= len(decisions) < len(log.decisions)
-        self.ways.append(Way(num_slots=num_slots, decisions=decisions))
+        self.ways.append(Way(num_slots=num_slots, decisions=decisions, is_whole=is_whole))
 
 
 def _call_tracked(run: PreparedModel, log: DecisionLog) -> None:
