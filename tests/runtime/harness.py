@@ -137,7 +137,8 @@ def with_check(function: Any, *arguments: Any, **options: Any) -> Any:
 
 COMPARES: list[bool] = []
 COMPARISONS = (
-    ("prepare", "check_exact"), ("prepare", "check_stages"), ("stage_limit", "check_stages"),
+    ("stock_comparison", "check_exact"), ("stock_comparison", "_check_ways"), ("prepare", "check_stages"),
+    ("stage_limit", "check_stages"),
     ("zero_bubble_costs", "check_stages"), ("slice_costs", "check_stages"),
 )  # fmt: skip
 """Modules of ``lengthwise.session`` and what they compare with."""

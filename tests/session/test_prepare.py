@@ -289,7 +289,7 @@ def test_the_comparison_before_a_run_says_how_far_it_is(monkeypatch):
         bars.append((words, shown))
         yield shares.append
 
-    monkeypatch.setattr("lengthwise.session.prepare.progress_bar", recorded)
+    monkeypatch.setattr("lengthwise.session.stock_comparison.progress_bar", recorded)
     for verbose in (True, False):
         lw.prepare(
             models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, verbose=verbose, **OPTIONS

@@ -18,9 +18,16 @@ FEWEST_SLOTS = 40
 
 
 def check_packs(
-    prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex, check: Callable[[], None]
+    prepared: PreparedModel,
+    options: PrepareOptions,
+    lengths: LengthIndex,
+    check: Callable[[], None],
+    check_ways: Callable[[int, bool], None],
 ) -> None:
     """Call ``check``, which compares small packs, and compare a pack of many sequences; every rank calls this.
+
+    ``check_ways``: compares packs of up to so many slots in which the forward decides otherwise by its length, where
+    one of that size with many short sequences was compared before, or was not.
 
     Where packs as large as the longest sequence can be used, and larger ones not, the model has that limit from now on.
 
@@ -28,7 +35,7 @@ def check_packs(
         CheckError: packs change what the model learns.
     """
     size, longest = options.slot_tokens, lengths.max_length // options.slot_tokens
-    largest = min(MOST_SLOTS, int(lengths.num_tokens) // size, (options.max_tokens or MOST_SLOTS * size) // size)
+    largest = largest_pack(prepared, options, lengths)
 
     def limit_packs(problem: str) -> None:
         if not FEWEST_SLOTS <= longest < largest or crowding_problem(prepared, longest):
@@ -47,9 +54,23 @@ def check_packs(
         check()
     except NotComputedError as error:
         limit_packs(error.marked)
-        return check()
+        check()
+        return check_ways(longest, False)
+    check_ways(min(longest, largest), False)
     if problem := crowding_problem(prepared, largest):
-        limit_packs(problem)
+        return limit_packs(problem)
+    try:
+        check_ways(largest, True)
+    except CheckError as error:
+        limit_packs(error.marked)
+
+
+def largest_pack(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex) -> int:
+    """Slots of the largest pack that is compared: of what plans may make of the corpus, and a model may be given."""
+    size, most_slots = options.slot_tokens, prepared.wrapped_model.most_slots or MOST_SLOTS
+    return min(
+        MOST_SLOTS, most_slots, int(lengths.num_tokens) // size, (options.max_tokens or MOST_SLOTS * size) // size
+    )
 
 
 def with_pack_limit(prepared: PreparedModel, options: PrepareOptions) -> PrepareOptions:

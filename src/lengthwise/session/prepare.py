@@ -16,11 +16,9 @@ from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import LengthwiseError, errors_spelt
-from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device
 from lengthwise.runtime.comm.farewell import FAREWELL
@@ -32,17 +30,12 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths
 from lengthwise.runtime.state.optimizer_trial import lr_function
-from lengthwise.runtime.verify.compile_check import check_compiled
-from lengthwise.runtime.verify.compute_settings import RECOMPUTE
-from lengthwise.runtime.verify.gradient_check import check_exact
-from lengthwise.runtime.verify.longest_check import check_longest
-from lengthwise.runtime.verify.prefix_check import check_shared_prefixes
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from lengthwise.session.calibration import find_cost, progress_bar, say
+from lengthwise.session.calibration import find_cost, say
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.counted_targets import must_count_targets, share_ignored_labels
 from lengthwise.session.coupled_units import (
@@ -56,12 +49,12 @@ from lengthwise.session.coupled_units import (
 )
 from lengthwise.session.dataset_items import DatasetItems, warn_of_columns
 from lengthwise.session.datasets import RunSequences, read_sequences
-from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_numbers, warn_of_other_mean
+from lengthwise.session.fallbacks import ComparedCalls, learn_exactly, warn_of_other_mean
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
-from lengthwise.session.meant_labels import check_labels_are_meant, check_labels_of_next, warn_of_unread_labels
+from lengthwise.session.meant_labels import check_labels_are_meant, check_labels_of_next
 from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
@@ -73,7 +66,7 @@ from lengthwise.session.model_checks import (
 from lengthwise.session.new_kinds import NewKinds
 from lengthwise.session.objectives import base_model, expected_columns, is_hugging_face, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
-from lengthwise.session.pack_limit import check_packs, with_pack_limit
+from lengthwise.session.pack_limit import with_pack_limit
 from lengthwise.session.prepare_planning import form, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.run_planner import ForwardPlanner, RunPlanner
@@ -81,6 +74,7 @@ from lengthwise.session.sequence_units import units_named
 from lengthwise.session.slice_costs import with_passes_priced
 from lengthwise.session.stage_limit import head_layers, most_stages, telling_why_one_stage
 from lengthwise.session.state_placement import is_on_host
+from lengthwise.session.stock_comparison import compare_again, compare_with_stock
 from lengthwise.session.tried_optimizer import tried_optimizer, warn_of_empty_groups
 from lengthwise.session.weight_placement import KeepLayers, place_weights, shared_gradients, with_weight_placement
 
@@ -168,7 +162,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         raise
     run.limits_own_batches = chosen.steps is not None
     kinds = NewKinds(prepared)
-    run.check_again, run.compares_changes = partial(_check_again, prepared, chosen, kinds), chosen.check
+    run.check_again = partial(compare_again, prepared, chosen, kinds, sequences.computed_lengths)
+    run.compares_changes = chosen.check
     run.changes_of_items = kinds.changes
     return run
 
@@ -270,23 +265,13 @@ def _learn(
         if chosen.share_prefixes:
             check_can_share(wrapped_model, prepared.collator, chosen)
         if chosen.check:
-            _compare(prepared, chosen, sequences.computed_lengths)
+            compare_with_stock(prepared, chosen, sequences.computed_lengths)
     except BaseException as error:
         wrapped_model.release()
         if prepared is not None and (prepared.gather is None or isinstance(error, LengthwiseError)):
             prepared.restore_weights()  # of shares by all ranks, which all have a known error
         raise
     return prepared
-
-
-def _compare(prepared: PreparedModel, chosen: PrepareOptions, lengths: LengthIndex) -> None:
-    """Compare packs, compiled layers and shared prefixes with the stock model."""
-    check_packs(prepared, chosen, lengths, partial(_check, prepared, chosen, lengths.max_length))
-    warn_of_unread_labels(prepared, chosen)
-    warn_of_numbers(prepared)
-    check_compiled(prepared)
-    if chosen.share_prefixes:
-        check_shared_prefixes(prepared)
 
 
 def _learn_named(prepared: PreparedModel, chosen: PrepareOptions) -> None:
@@ -323,34 +308,6 @@ def _read(
     if is_default and isinstance(sequences.store, DatasetItems) and not is_hugging_face(base_model(model)):
         check_labels_of_next(type(model).__name__, sequences.store.label_counts, warns=world.is_first)
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
-
-
-def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None) -> None:
-    """Compare what plans may compute with the stock model; ``longest``: None compares short sequences alone."""
-    size, per_node = prepared.world.size, prepared.world.ranks_per_node
-    shown = options.verbose and prepared.world.is_first
-    degrees = [degree for degree in degrees_of(size, per_node or size) if degree <= (options.max_degree or size)]
-    num_slots = None if longest is None else longest // options.slot_tokens
-    with progress_bar("comparing with the stock model", shown=shown) as advance:
-        check_exact(
-            prepared,
-            degrees=degrees,
-            methods=options.sharing_methods,
-            recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
-            longest=num_slots,
-            on_progress=advance,
-        )
-    check_longest(prepared, degrees=degrees, methods=options.sharing_methods, longest=num_slots)
-
-
-def _check_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds) -> None:
-    """Compare short packs with the stock model, whose weights and settings may have changed since, or the items."""
-    was_mean, prepared.wrapped_model.is_mean = prepared.wrapped_model.is_mean, None
-    with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new:
-        short = traced_lengths(prepared.collator)[0] * options.slot_tokens
-        _check(prepared, options, longest=short if has_new else None)
-    if was_mean is not False:
-        warn_of_other_mean(prepared)
 
 
 def _planner(

@@ -54,7 +54,7 @@ def check_longest(
     if longest is None or run.wrapped_model.by_sequence is not None or run.collator.compared_lengths:
         return
     compared = slots_with_gradients(run, longest)
-    length = min(longest, _most_slots(run))
+    length = min(longest, slots_of_a_forward(run))
     if (most_slots := run.wrapped_model.most_slots) is not None:
         length = min(length, most_slots)
     while length > compared:
@@ -86,7 +86,7 @@ def _compare(
         raise NotInThisDtype(error) from None
 
 
-def _most_slots(run: PreparedModel) -> int:
+def slots_of_a_forward(run: PreparedModel) -> int:
     """Slots whose forward is as much work as is taken for it.
 
     Attention's part is that of layers as wide as the number of parameters makes them.

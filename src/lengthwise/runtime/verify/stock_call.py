@@ -4,7 +4,8 @@ Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`:
 and the gradient of every trained parameter.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -63,15 +64,21 @@ def pack_of(run: PreparedModel, lengths: tuple[int, ...], sequences: tuple[int, 
     return Pack(ids=sequences, lengths=tuple(lengths[number] * run.collator.slot_tokens for number in sequences))
 
 
-def stock_output(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
-    """Call the stock model on one sequence alone; returns its output and the micro-batch."""
+def stock_output(
+    run: PreparedModel,
+    lengths: tuple[int, ...],
+    sequence: int,
+    *,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[Any, MicroBatch]:
+    """Call the stock model on one sequence alone, within ``around()``; returns its output and the micro-batch."""
     pack = pack_of(run, lengths, (sequence,))
     shard = shard_for(run, pack, run.alone)
     micro_batch = run.make(shard, pack)
     with active(shard):
         inputs = run.wrapped_model.stock_inputs_of(micro_batch)
     by_sequence = run.wrapped_model.by_sequence is not None
-    with run.wrapped_model.plain(), seed_for_sequence(shard, sequence) if by_sequence else nullcontext():
+    with run.wrapped_model.plain(), seed_for_sequence(shard, sequence) if by_sequence else nullcontext(), around():
         return run.model(**inputs), micro_batch
 
 
