@@ -22,7 +22,7 @@ test: $(STAMP)
 # busy, all but what this takes. What it says comes when it ends, in one piece.
 test-deciding: $(STAMP)
 	@mkdir -p build
-	@{ $(BIN)/lint-imports --no-logo && nice $(BIN)/pytest -n 0 -p tests.no_torch $(DECIDING); } \
+	@{ $(BIN)/lint-imports --no-logo && $(BIN)/pytest -n 0 -p tests.no_torch $(DECIDING); } \
 	> build/test-deciding.txt 2>&1; \
 	status=$$?; cat build/test-deciding.txt; exit $$status
 
