@@ -174,3 +174,33 @@ def first_loss(options):
 def test_stages_send_hidden_states_as_precise_as_they_are(ranks):
     for found in ranks(2).run(first_loss, WAYS["in stages"]):
         np.testing.assert_allclose(found, first_loss(ONE_RANK), rtol=1e-12)
+
+
+class CastsItself(models.GPT):
+    """Weights in float32; embeddings are cast to bfloat16, as modded-nanogpt does, products and logits too."""
+
+    def forward(self, idx, targets=None):
+        x = self.tokens(idx).bfloat16() + self.places(torch.arange(idx.shape[1])).to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x).to(dtype=torch.float16).bfloat16()
+        logits = self.head(self.norm(x)).float()
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class CastLinear(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class CastNorm(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x, (x.shape[-1],), self.weight.type_as(x), self.bias.type_as(x))
+
+
+def test_a_model_that_casts_to_16_bits_itself_is_compared_without_their_rounding():
+    torch.manual_seed(0)
+    model = CastsItself()
+    for module in list(model.modules()):
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.__class__ = CastLinear if isinstance(module, nn.Linear) else CastNorm
+    lw.prepare(model, models.rows(), **COMMON | ONE_RANK | {"packing": "always", "recompute": "auto"}).close()

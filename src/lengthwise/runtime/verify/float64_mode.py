@@ -1,15 +1,13 @@
 """A torch function mode without noise, in float64, in which a prepared model is compared with its stock forward.
 
 Dropout becomes the identity on both sides, whatever function draws it, so that training mode can be compared.
-Transformers computes norms, rotations and softmax in float32 even where the weights are float64; a difference of 1e-16
-that crosses a rounding of float32 becomes one of 1e-8, which would hide small mistakes. So casts to float32 go to
-float64 instead.
+Transformers computes norms, rotations and softmax in float32 even where the weights are float64, and models for speed
+cast to 16 bits by themselves; a difference of 1e-16 that crosses a rounding of float32 becomes one of 1e-8, which would
+hide small mistakes or be taken for one. So casts to less precise dtypes go to float64 instead.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from operator import is_
 from typing import Any
 
 import torch
@@ -29,13 +27,13 @@ _IDENTITIES = (
     F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout,
     torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 )  # fmt: skip
-_FLOAT32 = repeat(torch.float32)
+_LESS_PRECISE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DROPOUT_OF_MULTI_HEAD = 10
 """Position of ``dropout_p`` among the arguments of ``F.multi_head_attention_forward``."""
 
 
 class NoiseFreeMode(TorchFunctionMode):
-    """A mode in which noise is the identity and, with ``double``, casts to float32 go to float64."""
+    """A mode in which noise is the identity and, with ``double``, casts to less precise dtypes go to float64."""
 
     def __init__(self, *, double: bool, by_sequence: bool = False) -> None:
         """``by_sequence``: the model draws by torch's own functions when it trains."""
@@ -51,15 +49,16 @@ class NoiseFreeMode(TorchFunctionMode):
             **dict.fromkeys((F.rrelu, torch.rrelu, torch.rrelu_), self._rrelu),
         }
         if double:
-            self._answers[Tensor.float] = lambda func, input, **options: Tensor.double(input)
+            to_double = lambda func, input, **options: Tensor.double(input)  # noqa: E731
+            self._answers |= dict.fromkeys((Tensor.float, Tensor.bfloat16, Tensor.half), to_double)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = kwargs or {}
         if self._double:
-            if any(map(is_, args, _FLOAT32)):  # of the few calls that name it
-                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            if torch.dtype in map(type, args):  # of the few calls that name one
+                args = tuple(map(_at_least_double, args))
             if kwargs:
-                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+                kwargs = {name: _at_least_double(value) for name, value in kwargs.items()}
         answer = self._answers.get(func)
         return func(*args, **kwargs) if answer is None else answer(func, *args, **kwargs)
 
@@ -86,6 +85,11 @@ class NoiseFreeMode(TorchFunctionMode):
             return one_number(ALMOST_ONE, *args, **kwargs)
         drawn: Tensor = func(*args, **kwargs)
         return drawn
+
+
+def _at_least_double(value: Any) -> Any:
+    """An argument of a call: a dtype that is less precise than float64 becomes that."""
+    return torch.float64 if type(value) is torch.dtype and value in _LESS_PRECISE else value
 
 
 def _first(func: Any, *args: Any, **kwargs: Any) -> Tensor:
