@@ -3,6 +3,7 @@
 Each of several workers would spend six seconds of processor time on the same imports.
 """
 
+import multiprocessing
 import os
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ def _be(code: str, environment: dict[str, str], starter: int) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
+    multiprocessing.set_start_method(None, force=True)  # a new interpreter would have the default of its platform
     os.environ.clear()
     os.environ.update(environment)
     namespace: dict[str, Any] = {"__name__": "__main__"}
