@@ -1,11 +1,13 @@
 """A loss of one number or class of each sequence has the weights of ``mean_over=``, whatever the plan is."""
 
+import copy
 import logging
 import re
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
@@ -79,3 +81,33 @@ def test_a_loss_of_units_made_of_logits_is_taken_in_packs():
             step.backward(micro_batch.per_sequence(losses).mean(), mean_over="units")
         step.update()
     run.close()
+
+
+def test_numbers_of_sequences_of_a_class_of_transformers_are_trained_as_its_refusal_says():
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(
+        **sizes, intermediate_size=16, num_labels=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    torch.manual_seed(0)
+    bert = BertForSequenceClassification(config).double()
+    alone, corpus = copy.deepcopy(bert), items("number")
+    options = {**OPTIONS, "steps": 1, "loss_columns": ("value",)}
+    with pytest.raises(InputError, match=r"labels.*column_by_sequence.*output\.loss.*mean_over='units'"):
+        lw.prepare(bert, corpus, **options)
+
+    def made(micro_batch):
+        return {"input_ids": micro_batch.tokens[None], "labels": micro_batch.column_by_sequence("value")}
+
+    run = lw.prepare(bert, corpus, inputs=made, loss=lambda output, micro_batch: output.loss, **options)
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(bert(**micro_batch.inputs).loss, mean_over="units")
+        step.update()
+    run.close()
+    of_step = corpus[: OPTIONS["sequences_per_step"]]
+    for item in of_step:
+        ids, value = torch.from_numpy(item["input_ids"])[None], torch.tensor([item["value"]])
+        (alone(input_ids=ids, labels=value).loss / len(of_step)).backward()
+    for (name, found), expected in zip(bert.named_parameters(), alone.parameters(), strict=True):
+        moved = torch.zeros_like(expected) if expected.grad is None else OPTIONS["lr"] * expected.grad
+        torch.testing.assert_close(found, expected - moved, rtol=0, atol=EXACT, msg=name)

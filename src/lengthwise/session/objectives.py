@@ -93,7 +93,9 @@ def _check_classifies_sequences(model: Any, options: PrepareOptions) -> None:
     if problem not in (None, "single_label_classification") or int(model.config.num_labels) < 2:
         raise InputError(
             f"{name} with num_labels={model.config.num_labels} and problem_type={problem!r} predicts numbers or "
-            "several classes of a sequence, and items can hold one class; make its loss with loss= and inputs="
+            "several classes of a sequence, and items can hold one class. Let inputs= make its labels, as "
+            "micro_batch.column_by_sequence(name) of loss_columns=[name], with loss=lambda output, micro_batch: "
+            "output.loss; with step.backward(loss, mean_over='units') each sequence weighs the same"
         )
     if options.over_length == "split":
         raise InputError(f"over_length='split': {name} has one label for a whole sequence; truncate or drop")

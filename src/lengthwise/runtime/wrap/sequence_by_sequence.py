@@ -39,7 +39,7 @@ def not_combined(name: str, *, has_loss: bool, other_shapes: str = "") -> Unusab
     way_out = (
         ("make loss= of its outputs by token" if has_loss else "use its loss and its outputs by token")
         + ", or let the forward return the loss of its sequence, from an argument labels that inputs= makes as "
-        "micro_batch.column_by_sequence(name), without loss=: each sequence weighs the same then"
+        "micro_batch.column_by_sequence(name), without loss= or with loss=lambda output, micro_batch: output.loss"
     )
     if other_shapes:
         way_out = (
