@@ -60,9 +60,15 @@ def learn_exactly(model: nn.Module, chosen: PrepareOptions, learn: Learn) -> tup
         first = error.with_traceback(None)  # whose frames would hold what was learned of the model, with its state
     if OF_SHARED.search(first.marked) and (learned := _learned_unshared(chosen, learn, first)) is not None:
         return learned
-    asks_for_packs = (chosen.share_prefixes, chosen.compile, chosen.feed_forward_tile is not None)
-    if chosen.weights == "by-layer" or any(asks_for_packs):
-        raise first
+    asks_for_packs = {
+        "weights='by-layer'": chosen.weights == "by-layer", "share_prefixes": chosen.share_prefixes,
+        "compile": chosen.compile, "feed_forward_tile": chosen.feed_forward_tile is not None,
+    }  # fmt: skip
+    if asked := [option for option, is_asked in asks_for_packs.items() if is_asked]:
+        raise type(first)(
+            f"{first.marked}. That is of packs, for which {' and '.join(asked)} asks: left out, such a model may be "
+            "computed sequence by sequence"
+        )
     prepared, chosen = _learned_by_sequence(model, chosen, learn)
     if prepared.world.is_first:
         _log.warning(
