@@ -200,8 +200,7 @@ class _SumOverRanks(torch.autograd.Function):
         of_ranks = _of_all_ranks(shard, gradients[0])
         if shard.backward_begun is not None:
             return of_ranks.sum(0), None
-        own = of_ranks[shard.group.rank]
-        if not all(torch.allclose(other, own, rtol=_SAME, atol=0.0, equal_nan=True) for other in of_ranks):
+        if not all(torch.allclose(other, of_ranks[0], rtol=_SAME, atol=0.0, equal_nan=True) for other in of_ranks):
             with errors_spelt(as_option):
                 raise InputError(_OTHER_GRADIENTS)
         return of_ranks[0], None
