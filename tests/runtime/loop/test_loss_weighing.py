@@ -99,24 +99,32 @@ def test_what_a_step_is_a_mean_over_is_noted(mean_over, means, uses):
 
 
 def test_means_beside_one_over_targets_need_their_number():
-    for mean_over, means, over in (("tokens", (), "tokens"), ("units", ("targets",), "units"), (None, ("units",), "u")):
+    for mean_over, means, over in (
+        ("tokens", ("targets",), "tokens"), (None, ("sequences",), "tokens"), ("units", ("targets",), "units"),
+        (None, ("units",), "u"),
+    ):  # fmt: skip
         with pytest.raises(InputError, match=f"a mean over {over}.* beside one over targets needs the number"):
             weighing_of(is_exact=False).terms(micro_batch_of(means=means), loss_of(), None, mean_over)
     weighing = weighing_of(is_exact=False)
     weighing.terms(micro_batch_of(means=("units",)), loss_of(), None, "units")
     with pytest.raises(InputError, match="a mean over units beside one over targets"):
         weighing.terms(micro_batch_of(), loss_of(), None, None)  # in another micro-batch of the step
+    weighing = weighing_of(is_exact=False)
+    assert len(weighing.coupled_terms(micro_batch_of(means=("tokens",)), loss_of(), None)) == 1
 
 
-def test_the_gradient_is_scaled_by_the_counted_targets_unless_means_are_over_units():
+def test_the_gradient_is_scaled_by_the_counted_targets_unless_means_are_over_something_else():
     exact, counted_later = weighing_of(), weighing_of(is_exact=False)
     for weighing in (exact, counted_later):
         assert weighing.factor([Uses.TARGETS, Uses.TARGETS], 20) == 2.0
         assert weighing.factor([Uses(0)], 20) == 2.0
         assert weighing.factor([Uses.UNITS, Uses.UNITS], 20) == 1.0
+        assert weighing.factor([Uses.TOKENS, Uses.TOKENS], 20) == 1.0, "a mean over tokens alone needs no targets"
     assert exact.factor([Uses.TARGETS, Uses.UNITS], 20) == 1.0
     with pytest.raises(InputError, match="a mean over units beside one over targets"):
         counted_later.factor([Uses.TARGETS, Uses.UNITS], 20)
+    with pytest.raises(InputError, match="a mean over tokens or sequences beside one over targets"):
+        counted_later.factor([Uses.TARGETS, Uses.TOKENS], 20)
     assert exact.factor([Uses.TARGETS | Uses.CHANGED], 20) == 2.0
     for other in (Uses.UNITS, Uses.TOKENS):
         with pytest.raises(InputError, match="a loop changed labels in place so that they have another number"):

@@ -6,8 +6,8 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
-from lengthwise.runtime.wrap.sequence_sums import num_sequences, sequence_numbers, sums_by_sequence
-from lengthwise.runtime.wrap.zero_collectives import SAID
+from lengthwise.runtime.wrap.sequence_sums import num_sequences, sequence_numbers, share_of_rank, sums_by_sequence
+from lengthwise.runtime.wrap.zero_collectives import SAID, finish_backward
 from tests.runtime.loop.runs import shard_of
 from tests.runtime.train.runs import local_world
 
@@ -58,14 +58,18 @@ def test_what_is_no_value_for_each_slot_is_refused(values, said):
         sums_by_sequence(shard_of(LENGTHS, ids=IDS), values)
 
 
-def test_ranks_that_share_a_micro_batch_have_equal_sums_and_gradients_count_for_each_of_them(ranks):
+def test_ranks_that_share_a_micro_batch_have_equal_sums_and_add_up_what_each_gives_them_in_the_backward(ranks):
+    """Before it, ``torch.autograd.grad`` of what is the same on all ranks is that of one, and others are refused."""
     values = values_of(3)
     weights = torch.arange(9, dtype=torch.float64).view(3, 3)
-    for rank, (sums, gradient, places, passes) in enumerate(ranks(3).run(_summed, values, weights)):
+    for sums, of_loop, gradient, refusals, places, num_sent in ranks(3).run(_summed, values, weights):
         torch.testing.assert_close(sums, expected(values))
         numbers = torch.tensor(sequence_numbers(shard_of(LENGTHS, ids=IDS)))[places]
-        torch.testing.assert_close(gradient, torch.where(numbers[:, None] >= 0, 3 * weights[numbers], 0.0)), rank
-        assert passes == 1
+        torch.testing.assert_close(of_loop, torch.where(numbers[:, None] >= 0, weights[numbers], 0.0))
+        torch.testing.assert_close(gradient, torch.where(numbers[:, None] >= 0, (1 + 2 + 3) * weights[numbers], 0.0))
+        assert "with other gradients on each of the ranks" in refusals[0]
+        assert "create_graph=True asks for second derivatives of micro_batch.per_sequence" in refusals[1]
+        assert "max_degree=1" in refusals[1] and num_sent == 1, "a rank that stood in would send one exchange"
 
 
 def shard_here(**options):
@@ -77,10 +81,22 @@ def shard_here(**options):
 
 def _summed(values, weights):
     shard = shard_here()
-    own = values[shard.places].requires_grad_()
+    own, refusals = values[shard.places].requires_grad_(), []
     sums = sums_by_sequence(shard, own)
-    (sums * weights).sum().backward()
-    return sums.detach(), own.grad, shard.places, len(shard.passes)
+    loss = (sums * weights).sum()
+    (of_loop,) = torch.autograd.grad(share_of_rank(loss, shard), own, retain_graph=True)
+    of_rank = loss * (1 + shard.group.rank)
+    for made, options in ((of_rank, {"retain_graph": True}), (loss, {"create_graph": True})):
+        with pytest.raises(InputError) as refused:
+            torch.autograd.grad(made, own, **options)
+        refusals.append(str(refused.value))
+    shard.backward_begun = shard.num_exchanges
+    of_rank.backward()
+    num_sent = shard.num_exchanges - shard.backward_begun
+    shard.backward_begun = None
+    finish_backward(shard)  # as a rank does that did not come to its backward
+    assert shard.num_exchanges - shard.backward_begun == num_sent
+    return sums.detach(), of_loop, own.grad, refusals, shard.places, num_sent
 
 
 def test_ranks_with_other_shapes_or_dtypes_are_told_from_one_another(ranks):

@@ -71,7 +71,6 @@ class Weighing:
                 terms.append(LossTerm(value=loss, weight=count / totals.targets))
                 self.by_target += loss.detach().double() * count
         elif mean_over == "tokens":
-            totals.check_exact("tokens")
             if micro_batch.shard.tree is not None:
                 raise InputError(
                     "mean_over='tokens' takes the mean of this rank's tokens, of which sequences share some: with "
@@ -114,7 +113,7 @@ class Weighing:
         ``uses``: the :class:`Uses` of all ranks; ``num_targets``: the number of targets of all of them.
 
         Raises:
-            InputError: some ranks have means over targets, and others over units, and targets are not counted.
+            InputError: some ranks have means over targets, and others other means, and targets are not counted.
         """
         union = reduce(or_, map(Uses, uses), Uses(0))
         if Uses.CHANGED in union and union & (Uses.UNITS | Uses.TOKENS):
@@ -123,11 +122,10 @@ class Weighing:
                 "sequences or units beside means over targets need that number before the first backward; put such "
                 "labels into the items"
             )
-        if not any(Uses.UNITS in Uses(of_rank) for of_rank in uses):
-            return self.totals.targets / num_targets
-        if any(Uses.TARGETS in Uses(of_rank) for of_rank in uses):
-            self.totals.check_exact("units")
-        return 1.0
+        self._check_exact(union)
+        if union & Uses.UNITS or (union & Uses.TOKENS and not union & Uses.TARGETS):
+            return 1.0
+        return self.totals.targets / num_targets
 
     def _direct(self, value: Tensor, weight: float) -> LossTerm:
         self.direct += float(value.detach()) * weight
@@ -141,8 +139,12 @@ class Weighing:
             self.uses |= Uses.TOKENS
         if mean_over == "units" or means & {"units", "sum"}:
             self.uses |= Uses.UNITS
-        if self.uses & Uses.TARGETS and self.uses & Uses.UNITS:
-            self.totals.check_exact("units")
+        self._check_exact(self.uses)
+
+    def _check_exact(self, uses: Uses) -> None:
+        """Raise ``InputError`` if means over targets, which the update would scale, are beside others."""
+        if uses & Uses.TARGETS and uses & (Uses.UNITS | Uses.TOKENS):
+            self.totals.check_exact("units" if uses & Uses.UNITS else "tokens or sequences")
 
 
 def _check_is_share(micro_batch: MicroBatch, value: Tensor, what: str) -> None:

@@ -233,8 +233,8 @@ class Step:
             check_not_bent(loss, model=type(self.run.model).__name__, micro_batch=micro_batch)
         terms = copies_of(self._weighing.terms(micro_batch, loss, side, mean_over))
         shard.forget_losses()
-        # Without a mean over targets, other ranks still need this rank's part of the backward.
-        has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
+        # Without a mean over targets, or with sums, other ranks still need this rank's part of the backward.
+        has_all = len(terms) > (side is not None) and mean_over not in ("step", "units") and not shard.has_sums
         scale, ignoring = scale_of(self.run.state.loss_scaler), self.run.state.unused.ignoring
         return partial(backward, terms, None if has_all else shard, scale=scale, ignoring=ignoring)
 

@@ -22,7 +22,7 @@ def result_of(run: RunState, plan: StepPlan, weighing: Weighing, reports: RankRe
         LengthwiseError: loss or gradient is not finite, or too many steps in a row have no loss.
     """
     loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
-    has_loss = num_targets > 0 or any(Uses.UNITS in Uses(uses) for uses in reports.column(12))
+    has_loss = num_targets > 0 or any(uses & (Uses.UNITS | Uses.TOKENS) for uses in reports.column(12))
     if not run.ledger.may_go_on(has_loss=has_loss):
         raise LengthwiseError(without_loss(plan, run.collator))
     if not has_loss:

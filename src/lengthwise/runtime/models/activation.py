@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 
 
 def silu_mul(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
@@ -21,7 +22,7 @@ class _SiluMul(torch.autograd.Function):
         return F.silu(gate_TF).mul_(up_TF)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the activation of a model of this library")
     def backward(ctx, grad_TF: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
         gate_TF, up_TF = ctx.saved_tensors
         dgate_TF = torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF)

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.kept_attention import KeptAttention
 
 
@@ -34,7 +34,7 @@ class _Recomputed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a layer that is recomputed")
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         x, *results = ctx.saved_tensors
         x = x.detach().requires_grad_()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.targets import rows_with_target
 
 # Logits of one chunk. A CPU's cache wants it small (measured: 8 MiB of float32, but at least 128 tokens per product), a
@@ -110,7 +110,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(
+        "a cross-entropy whose logits are never whole", "make it of logits.whole(), or with reduction='none'"
+    )
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dhidden_TD, dhead_VD, dbias_V = ctx.saved_tensors
         if ctx.summed is not None:

@@ -6,8 +6,9 @@ T tokens, D hidden size.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -37,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
         return (x * inverse_T1).mul_(weight_D).to(x_TD.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the norm of a model of this library")
     def backward(ctx, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         x_TD, weight_D, inverse_T1 = ctx.saved_tensors
         normed_TD = x_TD.to(inverse_T1.dtype) * inverse_T1

@@ -18,8 +18,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from lengthwise.core.errors import Setting
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 
 
 class Products(Protocol):
@@ -155,7 +157,9 @@ class _Product(torch.autograd.Function):
         return x_tI @ factor if bias_O is None else x_tI @ factor + bias_O
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only(
+        "products whose weight gradients are left for later", f"plan without stages: {Setting.MAX_STAGES}=1"
+    )
     def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
         (x_tI, cast), weight, (gradients, unit, is_transposed) = ctx.saved_tensors, ctx.weight, ctx.kept
         factor = weight if cast is None else cast

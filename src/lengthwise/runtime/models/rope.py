@@ -9,10 +9,11 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import ROPE_PARAMETERS, check_rope
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.host_copies import to_device
 
 
@@ -80,7 +81,7 @@ class _Split(torch.autograd.Function):
         return _parts(qkv_TKGH)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the rotary embedding of a model of this library")
     def backward(ctx: FunctionCtx, dq_TNH: Tensor, dk_TKH: Tensor, dv_TKH: Tensor) -> Tensor:
         dq_TKGH = dq_TNH.unflatten(1, (dk_TKH.shape[1], -1))
         return torch.cat([dq_TKGH, dk_TKH.unsqueeze(2), dv_TKH.unsqueeze(2)], dim=2)
@@ -121,7 +122,7 @@ class _SplitAndRotate(torch.autograd.Function):
         return q_TKGH.flatten(1, 2), k_TKH.squeeze(2), qkv_TKGH[:, :, -1].contiguous()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("the rotary embedding of a model of this library")
     def backward(ctx, dq_TNH: Tensor, dk_TKH: Tensor, dv_TKH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
         cos_TH, sin_TH = ctx.saved_tensors
         tokens, kv_heads, head_size = dk_TKH.shape

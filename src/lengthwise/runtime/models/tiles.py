@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 
 Half = Callable[[Tensor, int], Tensor]
 """Maps a tile of some tokens [s, D], and its number, to [s, D], each token by itself."""
@@ -70,7 +71,7 @@ class _InTiles(torch.autograd.Function):
         return x_tD.new_empty(1).expand_as(x_tD) if is_second else _forward(half, x_tD, sizes)  # nobody reads it
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a feed-forward in tiles")
     def backward(ctx, grad_tD):  # type: ignore[no-untyped-def]
         (x_tD,) = ctx.saved_tensors
         dx_tD = torch.empty_like(x_tD)

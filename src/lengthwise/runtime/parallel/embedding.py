@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, scaled_as
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.targets import IGNORE
 
@@ -47,7 +47,7 @@ class _ExchangeRows(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("an embedding that ranks share")
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send), None, None, None
 
@@ -101,7 +101,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a head that ranks share")
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dhidden_tD, dhead_vD, dbias_v = ctx.saved_tensors
         dbias_v = None if dbias_v is None else (dbias_v * grad).to(ctx.head_dtype)

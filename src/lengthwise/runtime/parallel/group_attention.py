@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.models.first_derivative import SHARED, first_derivative_only
 from lengthwise.runtime.parallel.group_exchange import (
     HeadGroup,
     HeadGroups,
@@ -74,7 +74,7 @@ class _InGroups(torch.autograd.Function):
         return out_tNH
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention in groups of heads", SHARED)
     def backward(ctx, dout_tNH):  # type: ignore[no-untyped-def]
         q_tNH, k_tKH, v_tKH, sinks_N, out_tNH, *sums = ctx.saved_tensors
         dq_tNH, dk_tKH, dv_tKH = q_tNH.new_empty(q_tNH.shape), *(x.new_zeros(x.shape) for x in (k_tKH, v_tKH))

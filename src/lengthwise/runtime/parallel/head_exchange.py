@@ -16,6 +16,7 @@ from torch import Tensor
 from lengthwise.core.head_split import head_bounds
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.first_derivative import SHARED, first_derivative_only
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.kept_attention import KeptAttention, kernels_of
 from lengthwise.runtime.models.operators import attend_in
@@ -154,5 +155,6 @@ class _AllToAll(torch.autograd.Function):
         return group.all_to_all(x, send, receive).view(-1)
 
     @staticmethod
+    @first_derivative_only("attention that ranks share", SHARED)
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send), None, None, None

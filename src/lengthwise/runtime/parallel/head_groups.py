@@ -20,9 +20,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.models.operators import AttentionWeights, Tables
 from lengthwise.runtime.models.rope import rotate_
@@ -113,7 +113,7 @@ class _Grouped(torch.autograd.Function):
         return y_tD
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention in groups of heads")
     def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
         grouped, (x_tD, *saved) = ctx.grouped, ctx.saved_tensors
         projection = _Projection.of(ctx.layer_weights, ctx.weights)

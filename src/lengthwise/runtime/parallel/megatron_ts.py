@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.kept_attention import kernels_of
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators, TokenwiseHalf
 from lengthwise.runtime.models.tiles import split_evenly
@@ -105,7 +105,7 @@ class _GatheredProducts(torch.autograd.Function):
         return tuple(F.linear(x_TD, weight, bias) for weight, bias in zip(flat[::2], flat[1::2]))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("products whose tokens are gathered")
     def backward(ctx, *grads):  # type: ignore[no-untyped-def]
         x_tD, *flat = ctx.saved_tensors
         coming = ctx.group.gather(x_tD, ctx.sizes)
@@ -132,6 +132,6 @@ class _ReduceScatter(torch.autograd.Function):
         return group.reduce_scatter(x_TD, sizes).wait()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("outputs that ranks sum up")
     def backward(ctx, grad_tD):  # type: ignore[no-untyped-def]
         return ctx.group.gather(grad_tD, ctx.sizes).wait(), None, None

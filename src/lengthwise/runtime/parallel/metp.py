@@ -20,11 +20,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, TokenwiseHalf, feed_forward
 from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 from lengthwise.runtime.parallel.shards import FlatShards
@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
         return y_tD
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention that ranks share")
     def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
         stage = ctx.stage
         x_tD, *saved = ctx.saved_tensors
@@ -110,7 +110,7 @@ class _Ffn(torch.autograd.Function):
         return y_tD
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a feed-forward that ranks share")
     def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
         stage, group = ctx.stage, ctx.stage.group
         (x_tD,) = ctx.saved_tensors

@@ -12,8 +12,8 @@ from contextlib import closing
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.models.first_derivative import SHARED, first_derivative_only
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import finite
 from lengthwise.runtime.parallel.ring import AnyTask, Ring, RingSchedule
@@ -53,7 +53,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention that ranks, or sequences, share", SHARED)
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         q, k, v, out, lse, sinks = ctx.saved_tensors
         dsinks = None if sinks is None else sink_gradients(dout, out, lse, sinks)

@@ -13,12 +13,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.chunked_loss import HeadGradients, HeadShare
 from lengthwise.runtime.models.execution import SliceAttention
+from lengthwise.runtime.models.first_derivative import SHARED, first_derivative_only
 from lengthwise.runtime.models.kept_attention import KeptAttention
 from lengthwise.runtime.parallel.attention_blocks import Task, joined
 from lengthwise.runtime.parallel.group_attention import without_others
@@ -176,7 +176,7 @@ class _SliceAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("attention in slices of a sequence", SHARED)
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
         (q, out, lse, sinks), part, ring = ctx.saved_tensors, ctx.part, ctx.ring
         dsinks = None if sinks is None else sink_gradients(dout, out, lse, sinks)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 from lengthwise.runtime.models.products import WHOLE_BACKWARDS, Products
 from lengthwise.runtime.parallel.shards import FlatShards
 
@@ -223,7 +223,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("layers whose weights are gathered")
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         ctx.gathered.drop()
         return grad, None, *ctx.gathered.reduce_gradients()
@@ -237,7 +237,7 @@ class _Leave(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("layers whose weights are gathered")
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         ctx.gathered.fill(ctx.gathered.prefetch.before(ctx.gathered))
         return grad, None
@@ -254,7 +254,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x_tI, weight_OI, gathered.tensor(bias) if bias else None) if transposed else x_tI @ weight_OI
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("layers whose weights are gathered")
     def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
         (x_tI,), weight_OI = ctx.saved_tensors, ctx.gathered.tensor(ctx.weight)
         ctx.gathered.add_gradient(ctx.weight, grad_tO.T @ x_tI if ctx.transposed else x_tI.T @ grad_tO)

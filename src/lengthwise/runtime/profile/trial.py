@@ -108,7 +108,7 @@ def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
         num_bytes = counter.num_bytes + sum(storages(inputs).values())
         if peaks is not None:
             peaks.end_forward()
-        _backward(loss, micro_batch)
+        _backward(run, loss, micro_batch)
         waiting = _waiting_bytes(micro_batch.shard.weight_gradients)
     computed = sorted(run.wrapped_model.layers.computed or counter.kept_bytes)
     result = MemoryResult(
@@ -162,7 +162,7 @@ def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None
     ):
         shard, has_failed = micro_batch.shard, False
         try:
-            _backward(_loss(run, micro_batch), micro_batch)
+            _backward(run, _loss(run, micro_batch), micro_batch)
             weights_s = _finish_backward(shard.weight_gradients, world)
         except Exception as error:
             if not is_out_of_memory(error):
@@ -218,8 +218,9 @@ def _loss(run: PreparedModel, micro_batch: MicroBatch) -> Tensor:
     return run.wrapped_model.loss_of(output, micro_batch)
 
 
-def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:
+def _backward(run: PreparedModel, loss: Tensor, micro_batch: MicroBatch) -> None:
     micro_batch.shard.backward_begun = micro_batch.shard.num_exchanges
+    run.begin_backward()
     gradients = micro_batch.shard.weight_gradients
     with nullcontext() if gradients is None else gradients.opened():
         loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))

@@ -345,7 +345,7 @@ class LayerGather:
             return
         for part in self._parts_of[unit]:
             part.attach()
-            is_summed = self._is_backward and part.gradients is None and part.shares is self._state
+            is_summed = self.is_backward and part.gradients is None and part.shares is self._state
             if is_summed and self._state.moves_gradients:
                 self._collect_gradients(part)  # else autograd leaves them with the parameters
 
@@ -386,7 +386,8 @@ class LayerGather:
             self._under_way.pop(0)[0].wait()
 
     @property
-    def _is_backward(self) -> bool:
+    def is_backward(self) -> bool:
+        """Whether the step's backward of this round has begun."""
         return self._moment >= len(self._moments) // 2
 
     def _detach(self, part: GatheredPart) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lengthwise.runtime.models.first_derivative import first_derivative_only
 
 
 @dataclass(eq=False)
@@ -36,7 +37,7 @@ class _Enter(torch.autograd.Function):
         return x_tD.view_as(x_tD)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("a stage of a pipeline")
     def backward(ctx, grad_tD):  # type: ignore[no-untyped-def]
         ctx.received.gradient_tD = grad_tD
         return None, None, None

@@ -193,15 +193,18 @@ def taken_gradients(run: PreparedModel) -> list[Tensor]:
 def gradients_of_loss(run: PreparedModel, loss: Tensor, weight: float, shard: PackShard | None = None) -> list[Tensor]:
     """Gradients of the mean loss times a weight, such as its number of targets, for every trained parameter.
 
-    A rank without targets takes part in the backward of its ``shard`` with zeros.
+    A rank without targets, or with sums over sequences, takes part in the backward of its ``shard`` with zeros.
     """
     terms = [LossTerm(value=loss, weight=weight)] if weight else []
+    if shard is not None:
+        shard.backward_begun = shard.num_exchanges
+        shard = shard if not terms or shard.has_sums else None
     if is_summed_over_ranks(run):
         run.begin_backward()
-        backward(terms, None if terms else shard)
+        backward(terms, shard)
         return []
     parameters = list(run.wrapped_model.structure.parameters.values())
-    computed = gradients(parameters, terms, None if terms else shard)
+    computed = gradients(parameters, terms, shard)
     return [
         torch.zeros_like(parameter) if gradient is None else gradient
         for parameter, gradient in zip(parameters, computed)

@@ -85,6 +85,8 @@ class ForwardPass:
     script: ExchangeScript
     begun: int
     """The group's number of exchanges when the forward began."""
+    backward_script: ExchangeScript | None = None
+    """What its backward issues, where another micro-batch's may not; None: what ``script`` says."""
     ended: int | None = None
     """The group's number of exchanges when the forward ended; None: it has not, or by an error."""
     noted: NotedLoss | None = None
@@ -255,6 +257,11 @@ class PackShard:
     def positions(self) -> Tensor:
         """[t] position in its sequence of each slot of this rank."""
         return self._own(self.offsets)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether sums over sequences have a backward, in which all ranks of the group exchange their gradients."""
+        return any(forward.backward_script is not None for forward in self.passes)
 
     @property
     def num_exchanges(self) -> int:

@@ -41,7 +41,7 @@ class SlotGather:
 class Summed:
     """A sum over all ranks of numbers of every sequence: one exchange of whether all ranks have them, one of them.
 
-    A rank that has none says so in the first, and there is no second. None in its backward.
+    A rank that has none says so in the first, and there is no second. In its backward one of their gradients.
     """
 
     count: int = 0

@@ -271,7 +271,7 @@ class HookedLayers:
             )
         for tensor in tensors:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: gather.reach_backward(position))
+                tensor.register_hook(lambda gradient: _reach_backward(gather, position))
 
     @property
     def called(self) -> frozenset[int]:
@@ -349,6 +349,17 @@ def _with_gradient(
         lambda leaf: trained if leaf is hidden_states else leaf, (args, kwargs)
     )
     return changed
+
+
+def _reach_backward(gather: LayerGather, position: int) -> None:
+    """Gather what a backward uses at a position; raise ``InputError`` if it is not that of the step."""
+    if gather.is_in_round and not gather.is_backward:
+        raise InputError(
+            "gradients are differentiated through the model's layers before step.backward(loss), as by "
+            "torch.autograd.grad, but weights are gathered by layer and sent on within one backward; use "
+            "weights='whole' in prepare(...)"
+        )
+    gather.reach_backward(position)
 
 
 def _first_of(output: Any) -> Any:

@@ -13,7 +13,7 @@ from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.handed_out import HandedOut
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
-from lengthwise.runtime.wrap.sequence_sums import check_is_whole
+from lengthwise.runtime.wrap.sequence_sums import check_is_whole, share_of_rank
 
 Over = Literal["targets", "tokens", "sequences", "units"]
 
@@ -52,7 +52,7 @@ class LossTotals:
         if not self.is_exact:
             raise InputError(
                 f"a mean over {over} beside one over targets needs the number of targets before the first backward, "
-                "and labels leave out some: prepare(..., count_targets=True) reads the labels of each step first"
+                "and labels may leave out some: prepare(..., count_targets=True) reads the labels of each step first"
             )
 
 
@@ -102,7 +102,7 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
     """This rank's share of the mean of ``values`` over the whole step.
 
     Raises:
-        InputError: there is not one value for each slot, or the number of targets is not known yet.
+        InputError: there is not one value for each slot.
     """
     if isinstance(values, MissingTensor):
         return values  # stands for a term; Step.backward does not look at it
@@ -124,7 +124,6 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
         is_target = is_real if micro_batch.num_targets and micro_batch.has_all_targets else micro_batch.has_target
         weights, mask = torch.full_like(values.detach(), micro_batch.slot_tokens / totals.targets), is_target
     else:
-        totals.check_exact(over)
         mask = is_real
         if over == "tokens":
             weights = shard.num_members.to(values) / totals.slots
@@ -169,4 +168,4 @@ def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
             f"a mean or a sum over units needs one value for each of the {num_units} units of this micro-batch, "
             f"[{num_units}]; got {list(values.shape)}"
         )
-    return values.sum() / (micro_batch.totals.units * micro_batch.degree)
+    return share_of_rank(values.sum(), micro_batch.shard) / micro_batch.totals.units

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError, Setting
+from lengthwise.runtime.models.first_derivative import SHARED, first_derivative_only
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.zero_collectives import gather_sizes
@@ -103,6 +104,7 @@ class _GatherSlots(torch.autograd.Function):
         return x_T
 
     @staticmethod
+    @first_derivative_only("the load-balancing loss of a router whose slots ranks share", SHARED)
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         shard: PackShard = ctx.shard
         send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)

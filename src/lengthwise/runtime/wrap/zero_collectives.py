@@ -38,9 +38,10 @@ def exchanges_of(shard: PackShard, call: AttentionExchange | SlotGather | Summed
     """The exchanges of a call's forward or backward, in order, under the method of its layer."""
     group = shard.group
     if isinstance(call, Summed):
+        of_sums = sum_exchanges(call, group.size)
         return [
             Exchange(group=group, send=send, receive=receive, dtype=dtype)
-            for (send, receive), dtype in sum_exchanges(call, group.size)
+            for (send, receive), dtype in (of_sums if is_forward else of_sums[1:])
         ]
     if isinstance(call, SlotGather):
         send, receive = gather_sizes(shard.stage.shards.sizes, group.rank, call.width)
@@ -67,11 +68,10 @@ def finish_backward(shard: PackShard) -> None:
         shard.backward_begun = shard.num_exchanges
     done = shard.num_exchanges - shard.backward_begun
     for forward in reversed(shard.passes if shard.group.size > 1 else []):
-        events = list(forward.script.backward(shard.is_recomputed))
-        _send(shard, forward.script, events, done)
-        num_issued = sum(
-            len(exchanges_of(shard, forward.script.calls[call], kind == "forward")) for kind, call in events
-        )
+        script = forward.backward_script or forward.script
+        events = list(script.backward(shard.is_recomputed))
+        _send(shard, script, events, done)
+        num_issued = sum(len(exchanges_of(shard, script.calls[call], kind == "forward")) for kind, call in events)
         done = max(0, done - num_issued)
     shard.is_finished = True
 
