@@ -58,10 +58,9 @@ AROUND = {
     "CONTRIBUTING.md#2": "",
     "docs/guides/any-model.md#0": MODEL,
     "docs/guides/any-model.md#1": MODEL + IN_A_STEP,
-    "docs/guides/any-model.md#3": MODEL,
-    "docs/guides/any-model.md#4": MODEL
+    "docs/guides/any-model.md#3": MODEL
     + "def pack_or_pad(items): return lw.pad(items)\ndef mean_loss(model, batch): return model(**batch).loss\n",
-    "docs/guides/any-model.md#5": MODEL,
+    "docs/guides/any-model.md#4": MODEL,
     "docs/guides/fine-tune.md#0": "import shutil\nshutil.copytree('my-model', 'tuned', dirs_exist_ok=True)\n",
     "docs/guides/shapes.md#0": MODEL
     + "torch.compile = lambda module, **_: module  # the compiler has tests of its own\n",
@@ -70,6 +69,7 @@ AROUND = {
     "lengths, ids, loss = torch.randint(1, 9, (20,)), torch.arange(20), torch.rand(20)\n",
     "docs/guides/sort.md#1": "import numpy as np\nnumbers = np.random.default_rng(0)\n"
     "np.save('metric.npy', numbers.random(100)); np.save('rows.npy', numbers.random((100, 3)))\n",
+    "docs/guides/weights.md#0": MODEL,
     "docs/guides/training.md#0": MODEL
     + "from torch.optim.lr_scheduler import CosineAnnealingLR\nloader = [lw.pad(rows[:4]), lw.pad(rows[4:12])]\n"
     "stock = model\ndef model(batch): return stock(**batch)\n",
