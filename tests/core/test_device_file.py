@@ -100,7 +100,7 @@ def test_a_cluster_of_devices_from_a_file(write):
         (SMALLEST.replace("96", ".nan"), "memory_gib must be a number above 0"),
         (SMALLEST + "devices_per_node: 2.5\n", "devices_per_node must be a whole number from 1 and at most 65,536"),
         (SMALLEST + "attention_share: 1.5\n", "attention_share must be a number above 0 and at most 1, not 1.5"),
-        (SMALLEST + "matmul_share: 1.0e-300\n", "matmul_share must be a number from 1e-06 to 1, not 1e-300"),
+        (SMALLEST + "matmul_share: 1.0e-300\n", "matmul_share must be a number from 1e-06 upwards, not 1e-300"),
         (SMALLEST + "price_per_hour: true\n", "price_per_hour must be a number above 0"),
         (SMALLEST + "name: cpu\n", "not cpu, but is 'cpu'"),
         (SMALLEST + "name: a b\n", "name must be letters, digits"),

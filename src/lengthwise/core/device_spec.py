@@ -36,7 +36,7 @@ _MOST_BYTES = MOST_HOST_GIB * GIB
 _MOST_RATE = 1e21
 """Floating-point operations or bytes per second: a billion times those of a device."""
 _RATE, _RATE_OR_ZERO = Bounds(minimum=1, maximum=_MOST_RATE), Bounds(minimum=1, maximum=_MOST_RATE, also=0)
-_LINK, _SHARE = Bounds(minimum=1, maximum=math.inf), Bounds(minimum=1e-6, maximum=1)
+_LINK, _SHARE = Bounds(minimum=1, maximum=math.inf), Bounds(minimum=1e-6, maximum=math.inf)
 _BOUNDS = {
     "memory_bytes": Bounds(minimum=1, maximum=_MOST_BYTES, is_whole=True),
     "flops_per_s": _RATE,
@@ -58,7 +58,7 @@ _BOUNDS = {
     "host_memory_bytes": Bounds(maximum=math.inf, is_whole=True),
     "host_memory_bytes_per_s": _RATE_OR_ZERO,
 }
-"""Numbers that plans can be made with. Links that are infinitely fast cost nothing."""
+"""Numbers that plans can be made with. What is infinitely fast, a link or a kind of work, costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
