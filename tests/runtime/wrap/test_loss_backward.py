@@ -145,14 +145,14 @@ def test_a_mean_over_what_labels_leave_uncounted_is_refused():
     for step in run.steps():
         for micro_batch in step:
             logits, loss = run.model(**micro_batch.inputs)
-            with pytest.raises(InputError, match=r"prepare\(..., count_targets=True\)"):
-                micro_batch.mean(logits[0].sum(-1), over="tokens")
             with pytest.raises(InputError, match="one value for each of the 23 slots"):
                 micro_batch.mean(logits, over="targets")
             with pytest.raises(InputError, match="over 'targets', 'tokens', 'sequences' or 'units', not over 'layers'"):
                 micro_batch.mean(logits[0].sum(-1), over="layers")
             with pytest.raises(InputError, match="mean_over is 'targets', 'tokens', 'units' or 'step', not 'seq"):
                 step.backward(loss, mean_over="sequences")
+            with pytest.raises(InputError, match=r"prepare\(..., count_targets=True\)"):
+                step.backward(loss, side=micro_batch.mean(logits[0].sum(-1), over="tokens"))
             break
         break
     run.close()
