@@ -26,9 +26,8 @@ test-deciding: $(STAMP)
 	> build/test-deciding.txt 2>&1; \
 	status=$$?; cat build/test-deciding.txt; exit $$status
 
-# What takes long comes first: at the end workers would wait for it.
 test-training: $(STAMP)
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder tests/test_examples.py tests $(addprefix --ignore=,$(DECIDING))
+	$(BIN)/pytest -n 4 --dist loadfile $(addprefix --ignore=,$(DECIDING))
 
 test-deep: $(STAMP)
 	$(BIN)/pytest -m deep
