@@ -204,3 +204,11 @@ def test_a_model_that_casts_to_16_bits_itself_is_compared_without_their_rounding
         if isinstance(module, nn.Linear | nn.LayerNorm):
             module.__class__ = CastLinear if isinstance(module, nn.Linear) else CastNorm
     lw.prepare(model, models.rows(), **COMMON | ONE_RANK | {"packing": "always", "recompute": "auto"}).close()
+
+
+def test_losses_are_scaled_where_some_parameters_are_in_float16():
+    model = mixed_gpt(narrow=torch.bfloat16, wide=torch.float16)
+    run = lw.prepare(model, models.rows(), **COMMON | ONE_RANK | {"check": False})
+    assert run.state.loss_scaler is not None and run.state.compute_dtype is torch.float32
+    run.close()
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16, torch.float16}

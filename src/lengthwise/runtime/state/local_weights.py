@@ -80,6 +80,7 @@ class LocalWeights:
 
     def adopt(self) -> None:
         """Set the master weights that differ from this rank's copy to what the copy has."""
+        self.narrow.write_back()
         position = 0
         for place in self.places:
             master = self.master[position : position + place.stop - place.start]

@@ -303,7 +303,6 @@ class ShardedState(PulledWeights):
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
         self.finish_pull()
-        self.narrow.write_back()
         places = LocalWeights.places_of(self.owned_layout.intervals[self.world.rank], self.table.bounds, self.routes)
         return LocalWeights(
             parameters=self.named, views=self._weight_views, narrow=self.narrow, weights=self.weights,

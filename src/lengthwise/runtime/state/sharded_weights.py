@@ -68,8 +68,9 @@ class ShardedWeights:
 
     @property
     def coarsest_dtype(self) -> torch.dtype:
-        """The least precise dtype that a parameter has."""
-        return min((self.compute_dtype, *self.narrow.dtypes.values()), key=lambda dtype: dtype.itemsize)
+        """The least precise dtype that a parameter has; float16, whose losses are scaled, before bfloat16."""
+        dtypes = (self.compute_dtype, *self.narrow.dtypes.values())
+        return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype is not torch.float16))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a parameter."""
