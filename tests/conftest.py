@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -47,10 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Properties are a part of deep runs too, with more examples."""
-    for item in items if _is_deep(config) else ():
-        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+    """Properties are a part of deep runs too, with more examples; so are cells beyond the ``first_cells`` of a test."""
+    num_cells: Counter[str] = Counter()
+    for item in items:
+        if _is_deep(config) and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.deep)
+        if (first := item.get_closest_marker("first_cells")) and not item.get_closest_marker("deep"):
+            test = item.nodeid.partition("[")[0]
+            num_cells[test] += 1
+            if num_cells[test] > first.args[0]:
+                item.add_marker(pytest.mark.deep)
 
 
 gc.disable()  # until all is imported, of which next to nothing is garbage

@@ -63,6 +63,7 @@ def test_example_runs(path, tmp_path):
     assert run(path, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_example_of_any_model_learns_on_two_ranks(name, tmp_path, request):
     path = next(path for path in EXAMPLES if path.stem == name)

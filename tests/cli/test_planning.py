@@ -196,6 +196,7 @@ def test_the_printed_configuration_is_a_configuration(cli, tmp_path):
     assert "llama-7b" in cli("config", "--presets")[1]
 
 
+@pytest.mark.deep
 def test_the_same_profile_may_be_fitted_or_learned(cli, lengths, tmp_path):
     table(NOISY).save(tmp_path / "profile.json")
     own = ["model.preset=llama-tiny", "train.dtype=float32", "plan.recompute=auto", "data.max_length=4096"]

@@ -53,6 +53,7 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -215,6 +215,7 @@ def test_a_command_without_ranks_is_ended_once_by_a_signal(number):
         signal.signal(number, before)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("number", "code", "words"),
     [

@@ -44,6 +44,7 @@ def test_the_table_of_the_guide_is_what_its_command_prints():
     assert [line for line in shown if line and line not in ran.stdout.splitlines()] == ["..."]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("names", ["hydraulis-1,dcp-5", pytest.param("", marks=pytest.mark.deep)])
 def test_figures_of_the_papers_are_not_stale(names):
     assert checked("figures", "--only", names) == (0, "")

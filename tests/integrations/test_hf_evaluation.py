@@ -14,6 +14,7 @@ SMOOTHED = 1e-6
 """transformers adds smoothed losses in float32."""
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=[pytest.mark.deep] * (kind in ("trained", "only losses"))) for kind in evaluations.KINDS],

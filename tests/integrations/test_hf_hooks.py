@@ -288,6 +288,7 @@ CHANGES = ["rate before a step", "rate after a step", "rate of an update", "sche
 QUICK_CHANGES = ["rate after a step", "norm"]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", [kind if kind in QUICK_CHANGES else deep(kind) for kind in CHANGES])
 def test_what_a_callback_changes_counts_from_then_on(kind, tmp_path):
     options = {"max_grad_norm": 0.3, "lr_scheduler_type": "linear", "weight_decay": 0.1}

@@ -109,6 +109,7 @@ def test_callbacks_evaluation_and_the_best_model_are_as_in_transformers(tmp_path
 SOME_EVENTS = ("as a callback asks", "gone on")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("names", "shared"),
     [

@@ -61,6 +61,7 @@ def test_plans_compute_every_sequence_once_fit_and_respect_their_bound(
     assert 0 < plan.lower_bound_s <= plan.time_s
 
 
+@pytest.mark.first_cells(1)
 @POLICIES
 @given(batches, st.integers(1, 7))
 @settings(deadline=None, max_examples=examples(20))

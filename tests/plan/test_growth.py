@@ -48,6 +48,7 @@ def calls(run):
     return count
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_step_four_times_as_large_takes_about_four_times_as_many_operations(policy):
     problem = make_problem(

@@ -113,6 +113,7 @@ def test_few_short_sequences_are_planned_alike_whatever_baselines_are_tuned_to()
     assert more_s <= fewer_s * SAME
 
 
+@pytest.mark.deep
 def test_tiles_displace_no_level_of_recompute_that_is_faster_at_some_lengths():
     lengths = np.array([9483, 8399, 1541, 8641, 13899, 4239])
     spaces = EVERYTHING, replace(EVERYTHING, tile_tokens=0)

@@ -63,6 +63,7 @@ def digests(ahead, steps):
     return [ahead(next(ahead)).digest for _ in range(steps)]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_plans_do_not_depend_on_the_number_of_workers(workers):
     ahead = PlanAhead(sampler(), STATIC, fallback=STATIC, workers=workers, depth=3)

@@ -29,6 +29,7 @@ def planners(policy, **options):
     return free, with_shapes(free, MOST)
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_micro_batch_has_a_size_of_the_lattice_and_fits_with_its_filler(policy):
     _, shaped = planners(policy, recomputed=(0, 4))
@@ -66,6 +67,7 @@ def test_padded_micro_batches_are_filled_up_too():
     assert {pack.num_tokens for pack in found} <= set(shaped.problem.lattice.sizes)
 
 
+@pytest.mark.deep
 def test_auto_is_not_slower_than_any_policy_with_what_fills_packs_counted():
     shaped = {name: planners(name, recomputed=(0, 4))[1] for name in ("auto", "packed", "static", "bucket")}
     problem = shaped["auto"].problem

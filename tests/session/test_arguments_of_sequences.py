@@ -88,6 +88,7 @@ def test_one_that_is_the_same_for_all_may_be_another_in_a_call():
     run.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_they_are_looked_up_by_the_numbers_of_items_whatever_is_left_out_or_cut(ranks, num_ranks):
     for over_length in ("drop", "truncate", "split"):

@@ -82,6 +82,7 @@ LEFT_IN_DEEP_RUNS = [
 ]  # fmt: skip
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("options", "size", "probes"),
     # In what way gradients are left is told apart before any plan is looked at.
@@ -369,6 +370,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("name", "is_late"),
     # Before and after prepare, one kind does both, and others one of them.

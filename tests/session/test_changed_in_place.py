@@ -104,6 +104,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_targets_whose_weight_is_not_known_are_refused(kind):
     call, options = REFUSED[kind]

@@ -96,6 +96,7 @@ def test_a_setting_that_begins_to_mix_sequences_is_refused_before_its_step(ranks
     ramp(change, check=False)
 
 
+@pytest.mark.deep
 def test_settings_that_a_loop_changes_at_every_step_are_compared_ever_more_seldom(caplog):
     with caplog.at_level(logging.INFO, logger="lengthwise"):
         ramp(raise_harmless, steps=7)

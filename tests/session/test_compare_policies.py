@@ -39,6 +39,7 @@ def test_no_policy_is_faster_than_auto_and_the_time_shown_is_the_one_planned_and
         assert all(bound_s <= time_s for bound_s, time_s in zip(one.bounds_s, one.times_s)), one.policy
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("is_prepared", "error"),
     [

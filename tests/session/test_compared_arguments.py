@@ -102,6 +102,7 @@ def stepped(kind, arguments, **options):
     return model
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.deep] * (case in LIKE_OTHERS)) for case in REFUSED]
 )
@@ -111,6 +112,7 @@ def test_an_argument_that_no_comparison_had_is_refused(case):
         stepped(kind, arguments)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.deep] * (case in LIKE_AN_EQUAL_ONE)) for case in TAKEN]
 )

@@ -93,6 +93,7 @@ def one_step(model, **options):
         run.close()
 
 
+@pytest.mark.deep
 def test_what_is_watched_or_evaluated_is_computed_uncompiled():
     """Hooks hear of their modules, and the plain model is as it was."""
     model, heard = build("gpt2"), []
@@ -114,6 +115,7 @@ def test_what_is_watched_or_evaluated_is_computed_uncompiled():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("in_place", [pytest.param(True, marks=pytest.mark.deep), False])
 def test_layers_that_their_user_compiled_are_compiled_by_the_run_and_given_back_compiled(in_place):
     expected, _ = one_step(build("gpt2"), compile=False)

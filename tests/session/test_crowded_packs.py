@@ -147,6 +147,7 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
     assert train(run, model, expected) < 1e-12
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("kind", "limit", "reason"),
     [
@@ -176,6 +177,7 @@ def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_are_comput
     assert (max(sizes) <= LONGEST) == (limit is not None)
 
 
+@pytest.mark.deep
 def test_what_is_drawn_by_sequence_is_no_difference():
     """Masks of tokens, and the noise of a model of frames."""
     from transformers import BertConfig, BertForMaskedLM

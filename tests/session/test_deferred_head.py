@@ -23,6 +23,7 @@ MODELS = {
 }
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.deep] * (name in ("tied", "scaled"))) for name in MODELS]
 )

@@ -29,6 +29,7 @@ def items(dtype, scale=1):
     return [{"input_ids": row, "flag": (scale * (draws.random(len(row)) < 0.4)).astype(dtype)} for row in rows()]
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_and_means_are_those_of_the_numbers(dtype):
     torch.manual_seed(0)

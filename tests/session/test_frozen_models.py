@@ -110,11 +110,13 @@ def differences(call, plans):
     return [difference(call, plan) for plan in plans]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_teacher_takes_what_inputs_makes_or_some_of_it(call):
     assert difference(call, "alone") < EXACT
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("call", [pytest.param("all of the inputs", marks=pytest.mark.deep), "some by position"])
 def test_ranks_share_the_packs_of_a_teacher_of_latents(ranks, call):
     for found in ranks(2).run(with_check, differences, call, ("alone", "ulysses", "ring")):

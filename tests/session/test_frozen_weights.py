@@ -66,6 +66,7 @@ def trained_in_parts(folder, options):
     return found
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("size", "options"),
     [

@@ -110,6 +110,7 @@ def train_and_count(weights):
     return num_bytes, 8 * run.num_params
 
 
+@pytest.mark.deep
 def test_between_steps_a_rank_holds_its_share_of_the_state_and_nothing_else(ranks):
     (by_layer, weights), *_ = ranks(3).run(train_and_count, "by-layer")
     (whole, _), *_ = ranks(2).run(train_and_count, "whole")

@@ -63,6 +63,7 @@ def trained(kind):
     return weights_of(model), groups
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", MADE_BY)
 def test_constants_that_change_by_the_position_of_a_group_are_those_of_one_device(ranks, kind):
     made = {}

@@ -13,6 +13,7 @@ EXACT = 1e-10
 ONE_RANK = ["growing_forms.InPlace", "growing_forms.Rotaries"]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", ["growing_forms.Growing", "growing_forms.WithPositions"])
 def test_packs_that_ranks_share_have_the_positions_of_each_sequence(ranks, name):
     for found in ranks(2).run(with_check, outcomes, name, kinds=("alone", "ulysses", "ring"), packing="always"):
@@ -29,6 +30,7 @@ def after_small_comparisons(name):
         pack_limit.MOST_SLOTS = before
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("name", ["growing_forms.Growing", *ONE_RANK, "growing_forms.WithPositions"])
 def test_tables_grow_before_packs_that_are_larger_than_any_that_was_compared(ranks, name):
     (found,) = ranks(1).run(after_small_comparisons, name)

@@ -86,6 +86,7 @@ MASKED_PROMPTS = {
 }
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("name", MASKED_PROMPTS)
 def test_a_mask_of_prompts_is_honoured_whatever_it_is_called(name, completions_alone):
     assert_equal(learned(models.gpt(), MASKED_PROMPTS[name]), completions_alone)
@@ -189,6 +190,7 @@ def test_items_whose_tokens_are_hidden_already_are_learned_as_they_are():
     assert_equal(learned(bert(), given, mask_token_id=2), expected, FLOAT32)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", ["BertForTokenClassification", "GPT2ForTokenClassification"])
 def test_a_model_that_classifies_tokens_learns_the_label_of_each_token(kind):
     make = bert if kind.startswith("Bert") else gpt2
@@ -225,6 +227,7 @@ def classified_alone(model, types):
     return found
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_the_class_of_a_sequence_weighs_the_same_however_long_it_is(name):
     types = [np.where(half, 1, 0) for half in HALVES]

@@ -106,6 +106,7 @@ def test_a_memory_behind_a_gate_of_zero_or_a_small_one_is_seen(kind, dtype):
     run.close()
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("kind", [Plain, Formed, InList, InDataclass, InNamespace])
 def test_what_the_layer_called_last_returns_is_compared_in_any_form_or_else_all_gradients(kind):
     run = unchecked(kind)

@@ -45,6 +45,7 @@ def branching(decide, kind=Branching):
     return model
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("name", DECISIONS)
 def test_packs_are_refused_where_tokens_meet_at_some_lengths_alone(name):
     with pytest.raises(CheckError, match=r"learns something else from packs .* slots in one pack"):

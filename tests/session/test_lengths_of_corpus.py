@@ -52,6 +52,7 @@ def prepared(model, rows, **options):
     return lw.prepare(model, items, objective="every-token", **OPTIONS, **options)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("options", [{"cost": models.mixed_cost()}, {"packing": "never"}])
 @pytest.mark.parametrize("slots", [pytest.param((16, 16, 16, 16), marks=pytest.mark.deep), (8, 24, 40, 8)])
 def test_a_model_of_whole_blocks_is_trained_on_a_corpus_of_them(caplog, tmp_path, options, slots):

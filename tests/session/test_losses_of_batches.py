@@ -227,6 +227,7 @@ def said_of(kind, caplog, **options):
     return by_sequence, [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [
@@ -242,6 +243,7 @@ def test_packs_of_a_model_whose_loss_of_a_batch_is_another_are_warned_of(kind, l
     assert not by_sequence and sum(NOTED in line for line in said) == 1
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("balances", [False, True])
 def test_experts_are_warned_of_once_if_their_balance_is_part_of_the_loss(balances, caplog):
     transformers = pytest.importorskip("transformers")
@@ -323,6 +325,7 @@ class RowSums(models.GPT):
         return logits, -picked.sum((1, 2)).mean()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("kind", "said"), [(RowMeans, NOTED), (RowSums, "could not be seen"), (models.GPT, "")])
 def test_tags_of_all_tokens_do_not_hide_that_rows_weigh_alike(kind, said, caplog):
     torch.manual_seed(0)

@@ -51,6 +51,7 @@ def plain_loop(model):
         optimizer.zero_grad()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("make", "packing"),
     [

@@ -99,6 +99,7 @@ def plain():
     return values, weights_of(models_seen[-1])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [

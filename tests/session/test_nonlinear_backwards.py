@@ -73,6 +73,7 @@ def made(kind):
     return kind().double()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", [ByFunction, ByModuleHook, pytest.param(ByTensorHook, marks=pytest.mark.deep)])
 def test_gradients_that_are_clamped_on_the_way_are_those_of_a_plain_loop(kind):
     expected, plain = weights_of_a_loop(made(kind)), weights_of_a_loop(made(Plain))

@@ -121,6 +121,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name",
     # Layers of Llama and Qwen 3 are those of GPT-OSS but for experts, which are routed as Mixtral's are.

@@ -174,6 +174,7 @@ def test_a_module_of_ones_own_is_given_the_positions_that_a_call_leaves_out():
         assert_equal(train(module(Placed), call, items), train(module(Placed), items=items))
 
 
+@pytest.mark.deep
 def test_a_module_that_shifts_labels_takes_them_shifted_too_or_whole():
     items = models.rows(8, longest=40)
     expected = train(module(Shifting), items=items)
@@ -234,6 +235,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_labels_of_other_targets_are_refused_before_weights_change(kind):
     call, error, match = REFUSED[kind]

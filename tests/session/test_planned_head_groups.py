@@ -59,6 +59,7 @@ def assert_trains_alike(trained, whole):
         assert_equal_weights(weights, whole[3])
 
 
+@pytest.mark.deep
 def test_plans_choose_groups_of_heads_where_the_longest_sequence_does_not_fit_otherwise(ranks, tmp_path):
     assert_trains_alike(ranks(2).run(train, TIGHT, tmp_path), train(ENOUGH, tmp_path))
 

@@ -112,6 +112,7 @@ def costs_of(path, **options):
     return splits, run.wrapped_model.layers.may_split, *times_s
 
 
+@pytest.mark.deep
 def test_what_split_backwards_leave_is_measured_once_and_left_out_where_they_may_not_be(ranks, tmp_path):
     path = tmp_path / "profile.json"
     for splits, may_split, weights_s, time_s in ranks(2).run(costs_of, path):

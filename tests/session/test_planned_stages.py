@@ -309,6 +309,7 @@ def train_uncut(kind):
     return stages_in(plan), [record for record in records if "one pipeline stage" in record]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

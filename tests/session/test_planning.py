@@ -177,6 +177,7 @@ def test_degree_and_stages_are_those_of_the_cluster_unless_settings_limit_them(s
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("settings", "splits", "places"),
     [

@@ -10,6 +10,7 @@ from tests.session.structure_runs import OPTIONS, build, outcomes, rows
 EXACT = 1e-10
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_positions_are_those_of_each_sequence_in_packs_that_ranks_share(ranks, num_ranks):
     kinds = ("alone", "ulysses", "ring")[: 3 if num_ranks > 1 else 1]
@@ -20,6 +21,7 @@ def test_positions_are_those_of_each_sequence_in_packs_that_ranks_share(ranks, n
         assert set(found) == set(kinds) and all(difference < EXACT for difference in found.values()), found
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", ["position_forms.SumsOfData", "position_forms.UpToTwelve"])
 def test_what_only_looks_like_positions_is_not_answered(ranks, name):
     (found,) = ranks(1).run(with_check, outcomes, name)

@@ -71,6 +71,7 @@ def assert_shares(peaks, *, most):
         )
 
 
+@pytest.mark.deep
 def test_a_model_is_traced_and_compared_two_layers_at_a_time(ranks):
     """Shares of the weights, of gradients twice (the optimizer's, the check's), and of both sides of the comparison."""
     assert_shares(

@@ -123,11 +123,13 @@ def alone():
     return trained_alone()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("way", ["whole", "in host memory"])
 def test_one_rank_trains_each_parameter_in_its_dtype(alone, way):
     assert_close(trained(WAYS[way] | ONE_RANK), alone)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.deep] * way.startswith(("in shares", "in host"))) for way in WAYS]
 )

@@ -91,6 +91,7 @@ def test_groups_that_ranks_bring_share_prefixes_as_well(ranks):
         assert max(degrees) > 1
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("per", ["token", "sequence"])
 def test_scores_of_shared_tokens_come_back_for_every_sequence(ranks, per):
     model = models.gpt()

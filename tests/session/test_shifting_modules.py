@@ -85,6 +85,7 @@ def expected_step():
     return total, -OPTIONS["lr"] * model.head.weight.grad
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "loss"),
     [
@@ -108,6 +109,7 @@ def test_one_that_takes_next_tokens_is_given_these():
     torch.testing.assert_close(found_change, change, rtol=0, atol=1e-12)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "num_models"),

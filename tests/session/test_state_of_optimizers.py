@@ -82,6 +82,7 @@ class KeepsASet(torch.optim.SGD):
                     self.state[parameter]["kinds"] = {"large"}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
     [

@@ -114,6 +114,7 @@ def planned(tile_tokens, option=4, by_scheme=False):
         run.close()
 
 
+@pytest.mark.deep
 def test_a_plan_says_how_many_tokens_a_tile_has():
     """7 divides nothing; 10,000 is more than there are; 0 is all; nothing said is what the model was prepared with."""
     losses, weights, whole = planned(0)
@@ -140,6 +141,7 @@ def test_models_of_transformers_are_tiled_where_they_can_be():
     assert ["forward" in vars(module) for module in model.modules()] == ["forward" in names for names in before]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_tight", [1, pytest.param(2, marks=pytest.mark.deep)])
 def test_plans_choose_tiles_where_the_longest_sequence_does_not_fit_otherwise(tmp_path, num_tight):
     """2.6 MiB hold 512 tokens of a small model with all layers recomputed in tiles alone; no number changes by them.

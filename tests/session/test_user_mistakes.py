@@ -410,6 +410,7 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_inputs_and_loss_do_wrong_is_said_of_them_and_not_of_the_forward(name):
     options, named = FUNCTIONS[name]

@@ -130,6 +130,7 @@ def difference(case, **options):
         return off_after_a_step(planned(run, "alone"), model, backward, alone, loss_alone)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("case", CASES)
 def test_models_that_need_an_item_whole_are_trained_sequence_by_sequence(caplog, case):
     assert difference(case) < EXACT
@@ -145,6 +146,7 @@ def test_ranks_train_them_alike(ranks):
         assert found < EXACT
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("made_up", [synthetic, varied])
 def test_sequences_that_are_compared_are_items_of_their_lengths_each_another_one(made_up):
     lengths = (18, 3, 12, 9, 9)

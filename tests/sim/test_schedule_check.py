@@ -41,6 +41,7 @@ def any_plan(seed, num_ranks):
     return random_plan(rng, random_batch(rng, seed), num_ranks)
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize("schedule", PipelineSchedule)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 7, 8, 12, 16])
 def test_any_plan_matches(num_ranks, schedule):

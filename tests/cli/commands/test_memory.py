@@ -109,6 +109,7 @@ def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, change
     assert json.loads(out)["exit_code"] == code
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -141,6 +142,7 @@ def test_each_rung_of_the_ladder_holds_at_least_as_much_as_those_before(cli):
     ]  # fmt: skip
 
 
+@pytest.mark.deep
 def test_sharded_gradients_are_listed_beside_whole_ones_and_are_a_rung_where_they_hold_more(cli):
     given = ("memory", "--model", "llama-13b", "--device", "H100-80GB", "--methods", "ulysses", "--json")
     limits = json.loads(cli(*given)[1])
@@ -216,6 +218,7 @@ def test_options_that_contradict_one_another_are_named_as_options(cli, command):
     assert code == 2 and "--shard-gradients=all, and by metp ranks hold shards" in err
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -36,6 +36,7 @@ def has_mallopt():
         return False
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not has_mallopt(), reason="the C library has no mallopt")
 def test_blocks_that_are_freed_are_used_again_without_page_faults():
     environment = os.environ | {"MALLOC_TRIM_THRESHOLD_": "131072"}

@@ -114,6 +114,7 @@ def gradients_under_ddp():
     return expected
 
 
+@pytest.mark.deep
 def test_a_reset_frees_what_was_compiled_and_compiles_other_shapes():
     compiled = lengthwise.compile(Tagger().eval(), [(6, 4)], made_up, backend="aot_eager")
     before = compiled(**batch_of(1))

@@ -158,6 +158,7 @@ def save_where_an_error_was_caught(degree, folder):
     return losses, weights_of(model)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("call", ["save", "resume", "skip"])
 def test_what_one_rank_calls_alone_is_named_at_once(ranks, call, tmp_path):
     ranks(2).run(check_called_alone, call, tmp_path)

@@ -128,6 +128,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(
     "change",
     [pytest.param(change, marks=[pytest.mark.deep] * (change is resize)) for change in REFUSED],

@@ -103,6 +103,7 @@ def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, de
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.deep)])
 def test_parameters_that_some_ranks_alone_use_are_reduced_by_all(ranks, num_ranks):
     """Those that no rank uses have a gradient of zero, which moves nothing here."""
@@ -144,6 +145,7 @@ def check_refused():
         make_run(fully_shard(model, mesh=mesh), world, 1)
 
 
+@pytest.mark.deep
 def test_it_is_profiled_planned_and_trained_as_any_other(ranks, tmp_path):
     found = ranks(2).run(prepared, str(tmp_path / "profile.json"))
     assert found[0] == found[1]

@@ -89,6 +89,7 @@ def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to
         assert_exact(case, found, mask)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "case",
     [

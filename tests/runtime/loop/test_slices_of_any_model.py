@@ -75,6 +75,7 @@ COMPARED = {("llama", "one")}
 """That of which slices are compared before the step too. Other families and groups are in deep runs."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("name", "which"),
     [
@@ -200,6 +201,7 @@ MEANS = (("side", False), ("step", True))
 """Those of runs that are not deep: of all tokens, and of targets."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("how", "labelled"),
     [

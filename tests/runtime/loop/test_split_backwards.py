@@ -70,6 +70,7 @@ def test_every_family_whose_stages_split_backwards_trains_as_its_own_loop_does(r
         assert_exact(CASES[name], found, name)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("trained", [pytest.param("all", marks=pytest.mark.deep), "the upper layers", "an output bias"])
 def test_a_model_of_which_only_parts_are_trained_splits_what_it_can(ranks, trained):
     expected = memory_runs.train_alone(ranks, trained)
@@ -106,6 +107,7 @@ def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, place):
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("name", "groups"), [("llama", TWO), pytest.param("gpt2", THREE, marks=pytest.mark.deep)])
 def test_stages_whose_weights_are_gathered_for_a_step_split_backwards_too(ranks, name, groups):
     size = 1 + max(rank for group in groups for rank in group.ranks)

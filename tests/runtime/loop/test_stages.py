@@ -86,6 +86,7 @@ QUICK_PARTS = {
 }  # fmt: skip
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("trained", "by_layer"),
     [

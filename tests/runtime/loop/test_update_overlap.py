@@ -124,6 +124,7 @@ def test_steps_are_the_same_to_the_last_bit_with_pushes_and_pulls_beneath_passes
     assert all(is_on and min(pending) > 0 for _, pending, is_on in found), "an update waits for no weights"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", [pytest.param("stages", marks=pytest.mark.deep), "split backwards"])
 def test_weights_of_stages_move_beneath_passes_by_layer_too(ranks, kind):
     found = ranks(3).run(overlapped_and_not, kind, by_layer=True)

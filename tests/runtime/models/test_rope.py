@@ -75,6 +75,7 @@ def split_reference(qkv_TKGH, cos_TH, sin_TH):
     return rotate_half_reference(q_TNH, cos_TH, sin_TH), rotate_half_reference(k_TKH, cos_TH, sin_TH), v_TKH
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_split_and_rotate_is_the_plain_formula_with_its_gradients(group_size):
     spec = replace(tiny(), head_size=8)

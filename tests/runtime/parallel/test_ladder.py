@@ -77,6 +77,7 @@ def check_offload(names, in_turn):
             assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, offload=offload), expected)
 
 
+@pytest.mark.first_cells(4)
 @pytest.mark.parametrize(
     ("method", "num_ranks"),
     [
@@ -174,6 +175,7 @@ def test_a_host_without_room_is_an_error_of_memory_with_a_way_out():
 # ---- selective recompute
 
 
+@pytest.mark.first_cells(1)
 @ON_RANKS
 def test_layers_that_keep_attention_give_the_gradients_of_recomputed_ones_bit_for_bit(ranks, num_ranks, in_turn):
     ranks(num_ranks).run(check_kept_attention, list(LADDER_FAMILIES), in_turn)
@@ -226,6 +228,7 @@ EXACT = 1e-12
 """float64, relative to the largest entry: sums over tiles come in another order."""
 
 
+@pytest.mark.first_cells(1)
 @ON_RANKS
 def test_tiles_give_the_gradients_of_all_tokens_at_once(ranks, num_ranks, in_turn):
     ranks(num_ranks).run(check_tiles, list(LADDER_FAMILIES), in_turn)

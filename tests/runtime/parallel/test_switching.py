@@ -16,6 +16,7 @@ from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, live_byte
 SPEC = small(num_layers=4)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("number", [12, pytest.param(200, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "weights", [WeightPlacement.SHARDED, pytest.param(WeightPlacement.WHOLE, marks=pytest.mark.deep)]

@@ -314,6 +314,7 @@ def kept_in(path, changes: list[dict[str, object]]) -> list[tuple[bool, str]]:  
     return found
 
 
+@pytest.mark.deep
 def test_a_profile_is_measured_again_only_where_it_is_of_something_else(ranks, tmp_path):
     path = tmp_path / "cache" / "gpt.json"
     changes = [

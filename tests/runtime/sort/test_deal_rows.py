@@ -13,6 +13,7 @@ from lengthwise.runtime.sort.rows import sort_rows
 from tests.runtime.sort.cases import NAMES, as_bits, make_rows, own_part
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_row_i_of_the_order_is_dealt_to_rank_i_modulo_the_ranks(ranks, num_ranks):
     ranks(num_ranks).run(_check_deal)
@@ -30,6 +31,7 @@ def _check_deal():
     assert torch.equal(shares, torch.from_numpy(np.sort(whole.numpy(), axis=0))[rank::size])
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_the_written_file_is_what_numpy_sorts_and_saves(ranks, num_ranks, tmp_path):
     ranks(num_ranks).run(_check_written, str(tmp_path))

@@ -261,6 +261,7 @@ def test_one_process_refuses_weights_of_another_model(intact):
         checkpoint.load_weights(intact, replace(SPEC, rope_theta=5e5))
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("saved_with", "loaded_with", "message"),
     [

@@ -108,6 +108,7 @@ def test_a_save_killed_at_any_operation_leaves_the_newest_complete_checkpoint_lo
     check_complete(tmp_path / "once", earlier, keep)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "earlier",
     [pytest.param([2, 3, 4], marks=pytest.mark.deep), [4]],

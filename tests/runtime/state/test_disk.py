@@ -275,6 +275,7 @@ def _save_into_nothing(path) -> str:
     return str(told.value)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("every", "poisoned_after", "safe"),
     [(1, 4, "step_00000003"), (3, 3, None), pytest.param(3, 5, "step_00000003", marks=pytest.mark.deep)],

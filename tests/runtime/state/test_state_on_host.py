@@ -86,6 +86,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("num_ranks", "dtype", "name"), CASES, ids=str)
 def test_a_state_in_host_memory_trains_the_same_to_the_last_bit(ranks, num_ranks, dtype, name):
     assert all(ranks(num_ranks).run(compare, dtype, name))
@@ -143,6 +144,7 @@ def load(path, on_host):
     return restored, train(model, state, range(2, 4))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("on_host", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_a_checkpoint_does_not_know_where_the_state_was(ranks, tmp_path, on_host):
     saved = ranks(3).run(save, tmp_path, on_host)[0]

@@ -72,6 +72,7 @@ def _check_gradients(seeds, ranks_per_node=0):
         assert norm == pytest.approx(torch.cat([g.flatten() for g in expected.values()]).norm().item(), rel=EXACT)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_ranks", [4, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 3, 8))])
 def test_steps_with_a_new_random_strategy_each_end_at_the_weights_of_one_device(ranks, num_ranks):
     _check_training(ranks, num_ranks, SETTINGS, num_steps=6 if num_ranks in (3, 8) else 4)

@@ -320,6 +320,7 @@ EVERY_PLAN = [
 ]  # fmt: skip
 
 
+@pytest.mark.first_cells(6)
 @pytest.mark.parametrize(("lanes", "name", "schedule"), EVERY_PLAN)
 def test_plans_with_idle_ranks_few_micro_batches_and_phases_are_exact(ranks, lanes, name, schedule):
     spec = FAMILIES[name]

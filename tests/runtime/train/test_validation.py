@@ -158,6 +158,7 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     assert list(validations(tmp_path)) == list(range(1, 7))
 
 
+@pytest.mark.deep
 def test_the_best_checkpoint_stays_through_a_part_of_the_run_without_validation(ranks, tmp_path):
     options = {"every": 1, "keep_checkpoints": 1, "checkpoint_every": 1, **FROZEN}
     folder = tmp_path / "checkpoints"

@@ -77,6 +77,7 @@ ELSEWHERE = ("log-n scaling", "keys of the layer before")
 """Refused without a gate in test_gradient_check."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("oddity", "num_ranks", "by_layer"),
     [
@@ -132,6 +133,7 @@ def bits(values):
     return {name: value.detach().clone().view(torch.uint8) for name, value in values.items()}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_check_that_passes_or_raises_leaves_all_bits_as_they_were(monkeypatch, in_place):
     if in_place:

@@ -42,6 +42,7 @@ def sums(model, tokens, targets):
     return gpt_losses(model, tokens, targets)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "mask",
     # Others say the same by other operations.

@@ -27,6 +27,7 @@ from tests.runtime.loop.loops import (
 )
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"), [(1, 1, 0), pytest.param(2, 2, 1, marks=pytest.mark.deep), (3, 3, 0)]
 )
@@ -53,6 +54,7 @@ def test_a_backward_of_outputs_without_a_loss_leaves_the_loss_out():
 WAYS = ("side", "declared", "tokens", "step")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "labelled"),
     [
@@ -240,6 +242,7 @@ def test_a_teacher_that_mixes_sequences_is_refused():
     run.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), pytest.param(3, 3, 0, marks=pytest.mark.deep)]
 )
@@ -253,6 +256,7 @@ def test_a_model_that_is_called_several_times_in_a_micro_batch_is_exact_also_whe
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), pytest.param(3, 3, 0, marks=pytest.mark.deep)]
 )

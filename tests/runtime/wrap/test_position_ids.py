@@ -94,6 +94,7 @@ BY_LENGTH = ("Phi-3 with longrope", "Llama with dynamic NTK")
 """Their rotary factors depend on the length."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.deep] * (n not in ("RoBERTa", "Phi-3 with longrope"))) for n in CASES]
 )

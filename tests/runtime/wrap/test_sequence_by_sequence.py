@@ -33,6 +33,7 @@ ODDITIES = (
 QUICK = ("short convolution", "sinks and window", "shared keys")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "oddity", [pytest.param(name, marks=[pytest.mark.deep] * (name not in QUICK)) for name in ODDITIES]
 )
@@ -79,6 +80,7 @@ def stock_loss(model, tokens, targets):
     return model(input_ids=tokens, labels=labels, use_cache=False).loss * (tokens.shape[1] - 1)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("build", [t5, mamba, pytest.param(lfm2, marks=pytest.mark.deep)])
 def test_encoders_with_decoders_recurrences_and_hybrids_train_as_the_stock_call_does(ranks, build):
     case = Case(build=build, sum_of_losses=stock_loss, options={"by_sequence": True})
