@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.shared_parts import check_shared_parts
 from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths, varied
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
@@ -39,11 +40,7 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
             attends in a way that cannot be sharded.
         CheckError: its outputs on a pack are not those on single sequences.
     """
-    if any(part is other for part in model.modules() for taken in run.models for other in taken.modules()):
-        raise InputError(
-            f"{type(model).__name__} is prepared already, or has parts of a prepared model; give a model of its own, "
-            "such as copy.deepcopy(model)"
-        )
+    check_shared_parts(model, run.models, by_layer=run.wrapped_model.layers.gather is not None)
     model.to(run.world.device)
     first: InputError | CheckError | None = None
     for by_sequence, arguments in _ways_to_call(run, model):
