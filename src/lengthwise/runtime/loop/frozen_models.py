@@ -157,8 +157,8 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel, without: Collectio
             with wrapped_model.plain():
                 output = _output(run, wrapped_model, _pack(run, number), without)
             alone.append(_values(model, output, lengths[number], has_rows))
-        parts = {key: [part[key] for part in alone if key in part] for key in packed}
-        if all(_are_close(packed[key], _together(parts[key], packed[key])) for key in packed):
+        parts = {key: [part[key] for part in alone] for key in packed if all(key in part for part in alone)}
+        if all(_are_close(packed[key], _together(of_key, packed[key])) for key, of_key in parts.items()):
             return
         state = StateBetweenCalls(model)
         with wrapped_model.plain():
@@ -234,7 +234,7 @@ def _values(model: nn.Module, output: Any, num_slots: int, num_sequences: int = 
     for path, leaf in leaves.items():
         if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots):
             values[path] = leaf[0]
-        elif leaf.dim() and len(leaf) in (num_slots if num_slots > 1 else 0, num_sequences):
+        elif leaf.dim() and len(leaf) in {num_slots if num_slots > 1 else 0, num_sequences} - {0}:
             values[path] = leaf
     if leaves and not values:
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in list(leaves.values())[:3])
