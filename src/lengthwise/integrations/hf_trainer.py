@@ -55,9 +55,8 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.state.loss_scaler import FIRST_SCALE
 from lengthwise.runtime.train.execute_step import StepResult
-from lengthwise.runtime.wrap.model_accessors import input_embeddings
+from lengthwise.runtime.wrap.model_accessors import base_model, input_embeddings
 from lengthwise.session.collate import CollatedItems
-from lengthwise.session.objectives import base_model
 from lengthwise.session.prepare import prepare
 
 try:

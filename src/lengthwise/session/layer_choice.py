@@ -9,7 +9,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.layer_hooks import LayersError, LayersNotCalledError, OtherOrderError
 from lengthwise.runtime.wrap.layer_lists import other_lists, parts_of_layers
-from lengthwise.session.objectives import is_hugging_face
+from lengthwise.runtime.wrap.model_accessors import is_hugging_face
 
 _MOST_TRIED = 6
 """Lists that are tried, one after the other."""

@@ -8,12 +8,11 @@ from torch import nn
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.batch import EVERY_TOKEN, MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.model_accessors import output_embeddings
+from lengthwise.runtime.wrap.model_accessors import base_model, is_hugging_face, output_embeddings
+from lengthwise.runtime.wrap.sequence_labels import classifies_sequences
 from lengthwise.session.check_sample import special_tokens
 from lengthwise.session.item_values import ExpectedColumns
 
-_OF_SEQUENCES = ("ForSequenceClassification", "ForNextSentencePrediction")
-"""Ends of names of classes of transformers that classify each sequence."""
 _OF_TOKENS = ("ForTokenClassification", "ElectraForPreTraining", "FunnelForPreTraining")
 """Ends of names of classes of transformers that classify each token."""
 _IN_TWO = ("ForNextSentencePrediction", "ElectraForPreTraining", "FunnelForPreTraining")
@@ -32,17 +31,10 @@ _OF_MORE = (
 """Ends of names of other classes of transformers, whose loss is one neither of tokens nor of sequences."""
 
 
-def base_model(model: nn.Module) -> nn.Module:
-    """The model that adapters of peft were put into, or the model itself."""
-    inner = getattr(model, "get_base_model", None)
-    return inner() if hasattr(model, "peft_config") and callable(inner) else model
-
-
 def labels_sequences(model: nn.Module, options: PrepareOptions) -> bool:
     """Whether a model takes one label for each sequence; it is computed sequence by sequence then."""
-    inner = base_model(model)
     makes_all = options.loss is not None and options.inputs is not None
-    return is_hugging_face(inner) and not makes_all and type(inner).__name__.endswith(_OF_SEQUENCES)
+    return not makes_all and classifies_sequences(model)
 
 
 def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColumns:
@@ -108,11 +100,6 @@ def forward_arguments(model: nn.Module) -> frozenset[str]:
     except (TypeError, ValueError):
         return frozenset()
     return frozenset(p.name for p in parameters if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL))
-
-
-def is_hugging_face(model: nn.Module) -> bool:
-    """Whether a model is one of transformers."""
-    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
 def _label_limit(model: Any, *, classifies: bool) -> int | None:

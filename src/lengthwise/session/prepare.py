@@ -32,6 +32,7 @@ from lengthwise.runtime.loop.synthetic_batches import traced_lengths
 from lengthwise.runtime.state.optimizer_trial import lr_function
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.wrap.model_accessors import base_model, is_hugging_face
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -64,7 +65,7 @@ from lengthwise.session.model_checks import (
     forward_errors_named,
 )
 from lengthwise.session.new_kinds import NewKinds
-from lengthwise.session.objectives import base_model, expected_columns, is_hugging_face, labels_sequences
+from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.pack_limit import with_pack_limit
 from lengthwise.session.prepare_planning import form, stream_of, with_metric_of

@@ -16,12 +16,14 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.shared_parts import check_shared_parts
 from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths, varied
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
 from lengthwise.runtime.wrap.frozen_arguments import FrozenArguments, check_takes_tokens, frozen_arguments
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.sequence_labels import classifies_sequences
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
@@ -34,15 +36,11 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
     """Wrap a frozen ``model`` for micro-batches of ``run``, and compare its outputs of a pack with single sequences.
 
     Raises:
-        InputError: it shares parts with a prepared model, takes other arguments than micro-batches have, or attends in
-            a way that cannot be sharded.
+        InputError: it shares what computes for another model alone, takes other arguments than micro-batches have, or
+            attends in a way that cannot be sharded.
         CheckError: its outputs on a pack are not those on single sequences.
     """
-    if any(part is other for part in model.modules() for taken in run.models for other in taken.modules()):
-        raise InputError(
-            f"{type(model).__name__} is prepared already, or has parts of a prepared model; give a model of its own, "
-            "such as copy.deepcopy(model)"
-        )
+    check_shared_parts(model, run.models, by_layer=run.wrapped_model.layers.gather is not None)
     model.to(run.world.device)
     first: InputError | CheckError | None = None
     for by_sequence, arguments in _ways_to_call(run, model):
@@ -66,7 +64,8 @@ def _ways_to_call(run: MicroBatchMaker, model: nn.Module) -> Iterator[tuple[bool
             arguments += frozen_arguments(model, made)
     if not arguments:
         check_takes_tokens(model, made)
-    for by_sequence in (False, True) if run.wrapped_model.by_sequence is not None else (False,):
+    ways = (False, True) if run.wrapped_model.by_sequence is not None else (False,)
+    for by_sequence in ways[-1:] if classifies_sequences(model) else ways:
         yield from ((by_sequence, some) for some in (*arguments, None))
 
 
@@ -87,7 +86,7 @@ def _wrapped(
     """
     wrapped_model = WrappedModel(
         model, objective=run.wrapped_model.objective, layers=layers, inputs=arguments, by_sequence=by_sequence,
-        is_frozen=True,
+        labels_sequences=classifies_sequences(model), is_frozen=True,
     )  # fmt: skip
     lengths = traced_lengths(run.collator)
     try:
@@ -124,7 +123,12 @@ def _micro_batch(run: MicroBatchMaker, pack: Pack, events: list[Event] | None = 
 
 
 def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, pack: Pack, without: Collection[str] = ()) -> Any:
-    micro_batch = _micro_batch(run, pack)
+    return _output_of(wrapped_model, _micro_batch(run, pack), without)
+
+
+def _output_of(wrapped_model: WrappedModel, micro_batch: MicroBatch, without: Collection[str] = ()) -> Any:
+    if wrapped_model.labels_sequences:
+        without = {*without, "labels"}  # its classes may be others, of which a loop uses the logits alone
     with active(micro_batch.shard):
         inputs = wrapped_model.inputs_of(micro_batch)
         return wrapped_model.model(**{name: value for name, value in inputs.items() if name not in without})
@@ -134,8 +138,7 @@ def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript
     """Trace the attention calls of a frozen model's forward; it has no backward."""
     events: list[Event] = []
     micro_batch = _micro_batch(run, _pack(run, 0), events)
-    with active(micro_batch.shard):
-        wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
+    _output_of(wrapped_model, micro_batch)
     calls = micro_batch.shard.attended
     return ExchangeScript(calls={number: call for (_, number), call in zip(events, calls, strict=True)})
 
@@ -147,23 +150,31 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel, without: Collectio
     """
     lengths = traced_lengths(run.collator)
     with _evaluated(wrapped_model.model) as model:
-        packed = _slots(model, _output(run, wrapped_model, _pack(run, 1, 0), without), sum(lengths))
+        has_rows = wrapped_model.by_sequence is not None
+        packed = _values(model, _output(run, wrapped_model, _pack(run, 1, 0), without), sum(lengths), has_rows * 2)
         alone = []
         for number in (1, 0):
             with wrapped_model.plain():
-                alone.append(_slots(model, _output(run, wrapped_model, _pack(run, number), without), lengths[number]))
-        if all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
+                output = _output(run, wrapped_model, _pack(run, number), without)
+            alone.append(_values(model, output, lengths[number], has_rows))
+        parts = {key: [part[key] for part in alone] for key in packed if all(key in part for part in alone)}
+        if all(_are_close(packed[key], _together(of_key, packed[key])) for key, of_key in parts.items()):
             return
         state = StateBetweenCalls(model)
         with wrapped_model.plain():
-            again = _slots(model, _output(run, wrapped_model, _pack(run, 0), without), lengths[0])
-    if not all(_are_close(now.nan_to_num(), before.nan_to_num()) for now, before in zip(again, alone[1])):
+            again = _values(model, _output(run, wrapped_model, _pack(run, 0), without), lengths[0], has_rows)
+    if not all(_are_close(now.nan_to_num(), alone[1][key].nan_to_num()) for key, now in again.items()):
         raise state.error()
     raise CheckError(
         f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "
         "tokens meet elsewhere than in attention. Call it on whole sequences before the run, and keep what it "
         "says as a column of the corpus"
     )
+
+
+def _together(parts: list[Tensor], of_pack: Tensor) -> Tensor:
+    """Values of sequences by themselves, in the form of those of their pack."""
+    return torch.cat([part.reshape(-1, *of_pack.shape[1:]) for part in parts])
 
 
 def _is_exact_without(run: MicroBatchMaker, wrapped_model: WrappedModel, optional: Collection[str]) -> bool:
@@ -179,13 +190,14 @@ def _check_shared(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless outputs of sequences that begin alike are the same with what they share once."""
     with _evaluated(wrapped_model.model) as model:
         with branches_alone(run) as pack:
-            alone = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
+            alone = _values(model, _output(run, wrapped_model, pack), pack.num_tokens)
         with branches_shared(run) as pack:
-            shared = _slots(model, _output(run, wrapped_model, pack), pack.num_tokens)
+            shared = _values(model, _output(run, wrapped_model, pack), pack.num_tokens)
             tree = run.collator.tree(pack)
     assert tree is not None, "sequences share what they begin with"
     slots = torch.from_numpy(np.concatenate([tree.slots_of(member) for member in range(len(tree.leaves))]))
-    if not all(_are_close(together[slots.to(together.device)], apart) for together, apart in zip(shared, alone)):
+    pairs = zip(shared.values(), alone.values())
+    if not all(_are_close(together[slots.to(together.device)], apart) for together, apart in pairs):
         raise CheckError(
             f"{type(model).__name__} computes other outputs for sequences that begin alike where what they share is "
             "computed once; leave share_prefixes out"
@@ -208,20 +220,38 @@ def _are_close(together: Tensor, apart: Tensor) -> bool:
     return float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max()))
 
 
-def _slots(model: nn.Module, output: Any, num_slots: int) -> list[Tensor]:
-    """The tensors of an output that have one row for each slot: [slots, ...].
+def _values(model: nn.Module, output: Any, num_slots: int, num_sequences: int = 0) -> dict[str, Tensor]:
+    """The tensors of an output, by their paths, that have one row for each slot, [slots, ...], or for each sequence.
+
+    ``num_sequences``: those that have a row each; 0: outputs are by slot alone.
 
     Raises:
         CheckError: it has others alone.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    by_slot = [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]
-    by_slot += [leaf for leaf in leaves if leaf.dim() and len(leaf) == num_slots and num_slots > 1]
-    if leaves and not by_slot:
-        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:3])
+    flat = pytree.tree_flatten_with_path(output)[0]
+    leaves = {pytree.keystr(path): leaf for path, leaf in flat if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    values: dict[str, Tensor] = {}
+    for path, leaf in leaves.items():
+        if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots):
+            values[path] = leaf[0]
+        elif leaf.dim() and len(leaf) in {num_slots if num_slots > 1 else 0, num_sequences} - {0}:
+            values[path] = leaf
+    if leaves and not values:
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in list(leaves.values())[:3])
         raise CheckError(
             f"{type(model).__name__} returns the shape {shapes} for {num_slots:,} slots, and nothing for each, so a "
-            "pack of several sequences would have what one has; let it return what it says of each slot, or call it on "
-            "whole sequences before the run, and keep what it says as a column of the corpus"
+            "pack of several sequences would have what one has; " + _WAYS_OUT[classifies_sequences(model)]
         )
-    return by_slot
+    return values
+
+
+_ELSEWHERE = "call it on whole sequences before the run, and keep what it says as a column of the corpus"
+_WAYS_OUT = {
+    False: f"let it return what it says of each slot, or {_ELSEWHERE}",
+    True: (
+        "put it into a module whose forward returns its head of the hidden states of each slot, as in "
+        "self.of.score(self.of.model(input_ids, position_ids=position_ids).last_hidden_state), and use those of the "
+        f"slot that it reads, such as micro_batch.is_last; or {_ELSEWHERE}"
+    ),
+}
+"""What to do with one that says nothing of each slot, by whether it classifies sequences."""

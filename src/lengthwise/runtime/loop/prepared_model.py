@@ -332,7 +332,7 @@ class PreparedModel:
         gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
 
         Raises:
-            InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
+            InputError: it shares layers with a prepared model, differs between ranks, or attends in an unknown way.
             CheckError: its outputs on a pack are not those on single sequences.
         """
         with preserve_state(model):

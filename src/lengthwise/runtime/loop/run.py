@@ -30,6 +30,7 @@ from lengthwise.runtime.loop.planned_ahead import Gather, PlannedAhead, present_
 from lengthwise.runtime.loop.planned_pipelines import rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_beside import beside_to_save, restore_beside
+from lengthwise.runtime.loop.shared_parts import with_same_weights
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
@@ -306,7 +307,9 @@ class Run(WatchedModel):
         self.end_update(step.number)
         is_skipped = step.is_skipped or bool(step.result and step.result.is_skipped)
         self.ledger.count(step.plan, self.collator, is_skipped=is_skipped)
-        self.wrapped_model.next_step = self.next_step = self.next_step + 1
+        self.next_step += 1
+        for wrapped_model in with_same_weights(self.wrapped_model, self.frozen_models):
+            wrapped_model.next_step = self.next_step
         self._step, self._last_failure, self.collator = None, "", self._corpus_collator
         self._pending.clear()
         self._ahead.wait()  # before costs change

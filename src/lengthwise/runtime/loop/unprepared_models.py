@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.shared_parts import OF_ANOTHER_RUN, is_prepared
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
@@ -21,6 +22,10 @@ _MIXING = (
     nn.MultiheadAttention, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Conv1d, nn.Conv2d,
     nn.Conv3d,
 )  # fmt: skip
+
+
+_open: list["UnpreparedModels"] = []
+"""Those of runs whose micro-batches are open, the last one innermost."""
 
 
 class UnpreparedModels:
@@ -36,11 +41,22 @@ class UnpreparedModels:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Within, calls of modules that are not prepared and may mix tokens raise ``InputError``."""
+        """Within, a micro-batch is open, and calls of modules that are not prepared and may mix tokens raise
+        ``InputError``; another run's micro-batch that is open does so here.
+        """
+        if _open and _open[-1] is not self:
+            raise InputError(
+                f"a micro-batch of the run of {self._name} begins while one of the run of {_open[-1]._name} is open, "
+                "and ranks, which have other micro-batches of each, would wait for one another: go through all "
+                "micro-batches of one run's step before those of the other's, and give what one model says to the "
+                "other's loss as columns of the items (loss_columns=), from run.score(items, ...) between steps"
+            )
         before, self._handle = self._handle, register_module_forward_pre_hook(self._called)
+        _open.append(self)
         try:
             yield
         finally:
+            _open.remove(self)
             self._handle.remove()
             self._handle = before
 
@@ -56,6 +72,10 @@ class UnpreparedModels:
         finally:
             self._handle = register_module_forward_pre_hook(self._called)
 
+    @property
+    def _name(self) -> str:
+        return type(self._wrapped_model.model).__name__
+
     def _called(self, module: nn.Module, args: Any) -> None:
         if module in self._allowed or self._wrapped_model.is_plain:
             return
@@ -64,6 +84,11 @@ class UnpreparedModels:
                 raise InputError(
                     "what torch.compile made of the prepared model was called in a micro-batch; leave torch.compile "
                     "out, call the model, and let prepare(..., compile=True) compile its layers"
+                )
+            if is_prepared(module):
+                raise InputError(
+                    f"{type(module).__name__}, which is prepared for another run, was called in a micro-batch of the "
+                    f"run of {self._name}: {OF_ANOTHER_RUN}"
                 )
             raise InputError(
                 f"{type(module).__name__} was called in a micro-batch, whose tokens are a share of several sequences, "

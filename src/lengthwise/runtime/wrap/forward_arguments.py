@@ -47,7 +47,10 @@ def check_constant(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def check_frozen(error: Exception, name: str, num_slots: int, num_sequences: int) -> None:
-    """Raise ``InputError`` for an error of a frozen model ``name`` on a pack; an empty string: it is none."""
+    """Raise ``InputError`` for an error of a frozen model ``name`` on a micro-batch; an empty string: it is none.
+
+    ``num_sequences``: those that it computed at once; 0: it was called for each by itself.
+    """
     if not name or isinstance(error, LengthwiseError):
         return
     way_out = (
@@ -55,10 +58,11 @@ def check_frozen(error: Exception, name: str, num_slots: int, num_sequences: int
         "inputs= of prepare makes, where its forward has such names, else with tokens"
     )
     is_of_kind = isinstance(error, TypeError) or "dtype" in str(error)
-    if not is_of_kind and (num_sequences > 1 or not isinstance(error, RuntimeError)):
+    if num_sequences and not is_of_kind and (num_sequences > 1 or not isinstance(error, RuntimeError)):
         way_out = "if it takes no more than its longest sequence, say so: max_tokens="
+    what = "a pack" if num_sequences else "a sequence of a micro-batch"
     raise InputError(
-        f"{name}, which is frozen, fails on a pack of {num_slots:,} slots ({type(error).__name__}: {error}); {way_out}"
+        f"{name}, which is frozen, fails on {what} of {num_slots:,} slots ({type(error).__name__}: {error}); {way_out}"
     ) from error
 
 

@@ -20,6 +20,17 @@ def output_embeddings(model: nn.Module) -> nn.Module | None:
     return _module_of(model, "get_output_embeddings")
 
 
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that adapters of peft were put into, or the model itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if hasattr(model, "peft_config") and callable(inner) else model
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
+    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
+
+
 def _module_of(model: nn.Module, method: str) -> nn.Module | None:
     find = readable(model, method)
     module = answer(find) if callable(find) else None

@@ -3,8 +3,8 @@
 What packs and shards would change is exact this way whatever the model does: convolutions, recurrences, encoders with a
 decoder, lengths that its factors depend on. Outputs are put together as a pack would have them: what has an axis of
 slots end to end, losses as their mean weighted by the targets of each sequence, and what there is one of for each
-sequence, where it has one label, as the rows of a batch. Random numbers are those of the step and the sequence,
-whatever else is in the micro-batch.
+sequence, where it has one label or the model is frozen, as the rows of a batch. Random numbers are those of the step
+and the sequence, whatever else is in the micro-batch.
 """
 
 import random
@@ -63,14 +63,15 @@ class SequenceBySequence:
         make: Callable[..., dict[str, Any]] | None = None,
         *,
         made_labels: Callable[[], MadeLabels | None] = lambda: None,
-        labels_sequences: bool = False,
+        has_rows: bool = False,
         has_loss: bool = False,
     ) -> None:
         """``make``: the user's function from a micro-batch to the arguments of the forward; None: there is none;
-        ``made_labels``: how the loss uses labels among them; ``labels_sequences``: a sequence has one label;
+        ``made_labels``: how the loss uses labels among them; ``has_rows``: an output of one row
+        ``[1, ...]`` for each sequence is one row of a batch;
         ``has_loss``: the user's ``loss=`` makes the loss of outputs.
         """
-        self._made_labels, self._labels_sequences, self._has_loss = made_labels, labels_sequences, has_loss
+        self._made_labels, self._has_rows, self._has_loss = made_labels, has_rows, has_loss
         self._forward, self._name, self._make = forward, model_name, make
         self._parameters = list(signature(forward).parameters)
         self._input_axes: dict[str, int | None] = {}
@@ -213,7 +214,7 @@ class SequenceBySequence:
             return mean_of(values, counts)
         if len(values) == 1:
             return values[0], None
-        if self._labels_sequences and all(value.shape == (1, *values[0].shape[1:]) for value in values):
+        if self._has_rows and all(value.shape == (1, *values[0].shape[1:]) for value in values):
             return torch.cat(values), None
         return self._not_combined(name, values, spans), None
 

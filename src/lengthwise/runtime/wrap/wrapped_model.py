@@ -144,7 +144,7 @@ class WrappedModel:
     def _by_sequence(self) -> SequenceBySequence:
         return SequenceBySequence(
             self._forward, type(self.model).__name__, self.make_inputs, made_labels=lambda: self.labels.made,
-            labels_sequences=self.labels_sequences, has_loss=self._loss is not None,
+            has_rows=self.labels_sequences or self._is_frozen, has_loss=self._loss is not None,
         )  # fmt: skip
 
     def targets_of(self, micro_batch: MicroBatch) -> int:
@@ -353,8 +353,8 @@ class WrappedModel:
             return self._outputs.not_computed(shard.num_slots, shard.device)
         except Exception as error:
             if not is_out_of_memory(error):
-                frozen = type(self.model).__name__ if self._is_frozen else ""
-                check_frozen(error, frozen, shard.num_slots, len(shard.ids))
+                frozen, at_once = type(self.model).__name__ if self._is_frozen else "", self.by_sequence is None
+                check_frozen(error, frozen, shard.num_slots, len(shard.ids) if at_once else 0)
                 raise
             shard.note_out_of_memory(error)
         if shard.has_failed:  # and not before: the error holds on to what was computed
