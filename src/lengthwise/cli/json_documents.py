@@ -53,6 +53,8 @@ class IndexDocument(JsonDocument):
     """What came in and what was left out, with examples."""
     num_loss_tokens: int | None = None
     """The number of tokens that have a loss, where labels or chats say which."""
+    unused_columns: list[str] | None = None
+    """Columns beside tokens or chats that are not read, where there are any."""
 
 
 def _document_of(

@@ -1,7 +1,7 @@
 """Which fields of a row are read: as asked for, or by the names and types of the first row that tells."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lengthwise.core.column_names import TOKENS
@@ -75,7 +75,10 @@ def row_fields(settings: IndexSettings, sources: Sources) -> RowFields:
     if sources.format in (Format.TAR, Format.READER):
         tells = (tells_tokens(unit, field=name, limits=settings.limits) for unit in _whole_files(sources))
         holds_tokens = next((answer for answer in tells if answer is not None), False)
-    return _with_tokens(settings, sources, name) if holds_tokens else RowFields(field=name)
+    if holds_tokens:
+        return _with_tokens(settings, sources, name)
+    _check_nothing_ignored(settings, name)
+    return RowFields(field=name)
 
 
 def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
@@ -94,23 +97,31 @@ def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
             f"{sources.label} has {name!r}, {tokens!r} and {labelled!r}; give --field {tokens} to read the tokens with "
             f"the loss that {labelled!r} gives them, or --field {name} to read the text, of which all tokens have one"
         )
+    _check_nothing_ignored(settings, name)
     return RowFields(field=name)
 
 
+def _check_nothing_ignored(settings: IndexSettings, field: str) -> None:
+    if settings.ignore:
+        what = f"{field!r} is text" if field else "documents are no rows"
+        raise InputError(f"--ignore {settings.ignore[0]}: {what}, beside which nothing is read; leave it out")
+
+
 def _with_tokens(settings: IndexSettings, sources: Sources, name: str) -> RowFields:
-    beside = ColumnsOfFirstRow(ignores_loss=settings.loss == "all")
+    beside = ColumnsOfFirstRow(ignores_loss=settings.loss == "all", ignored=settings.ignore)
     for unit in _whole_files(sources) if sources.format in (*_ROWS, Format.TAR) else ():
-        for rows, columns in read_token_columns(unit, field=name, beside=beside.names_read, limits=settings.limits):
+        for rows, columns in read_token_columns(unit, field=name, first_row=beside, limits=settings.limits):
             for row in (rows.lengths > 0).nonzero()[0].tolist()[:1]:
-                names = [column for column in beside.names_read if column in columns and columns[column].is_given[row]]
+                names = [column for column in beside.names_read(name) if column in columns]
+                names = [column for column in names if columns[column].is_given[row]]
                 return RowFields(
                     field=name,
                     holds_tokens=True,
-                    beside=ColumnsOfFirstRow(
+                    beside=replace(
+                        beside,
                         loss=tuple(column for column in names if column in LOSS_COLUMNS),
                         others=tuple(column for column in names if column not in LOSS_COLUMNS),
                         place=where(unit, rows.first_row + row),
-                        ignores_loss=beside.ignores_loss,
                     ),
                 )
     return RowFields(field=name, holds_tokens=True, beside=beside)
