@@ -54,7 +54,6 @@ class IndexDocument(JsonDocument):
     num_loss_tokens: int | None = None
     """The number of tokens that have a loss, where labels or chats say which."""
     unused_columns: list[str] | None = None
-    """Columns beside tokens or chats that are not read, where there are any."""
 
 
 def _document_of(
@@ -203,6 +202,8 @@ class SimulateDocument(JsonDocument):
     policy: str
     num_steps: int
     num_devices: int
+    step_with_other_devices: int | None
+    """Of plans of several numbers of devices; ``num_devices`` is the largest."""
     tokens_per_s: float
     step_time_s: float
     idle: float

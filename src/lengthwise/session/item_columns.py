@@ -205,8 +205,8 @@ class ItemColumns:
     def _after_prompt(self, where: str, value: Any, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Which tokens the prompt does not hold, which begins the item once its padding is cut off."""
         is_prompt = self._loss_mask(where, PROMPT_MASK, value, tokens)
-        kept = is_prompt[keep]
-        if not kept[: int(kept.sum())].all():
+        unpadded = is_prompt[keep]
+        if not unpadded[: int(unpadded.sum())].all():
             raise InputError(
                 f"{PROMPT_MASK} of {where} is to be 1 for the tokens of a prompt, which begins the item, and it is "
                 "not; give a loss_mask instead, 1 for each token that has a loss"
