@@ -155,6 +155,17 @@ def test_ignored_columns_are_of_rows_that_have_columns(tmp_path):
         build(source, tmp_path / "out", field="text", ignore=("text",))
 
 
+@pytest.mark.parametrize("values", ["[[[1, 2]]]", "[1]"])
+def test_a_column_of_tokens_of_another_type_is_named(tmp_path, values):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pytest.importorskip("pyarrow").table({"input_ids": json.loads(values)}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"column 'input_ids' is .*int64.*, neither text nor lists of integers"):
+        build(tmp_path / "a.parquet", tmp_path / "out")
+    (tmp_path / "a.jsonl").write_text('{"input_ids": 1}\n')
+    with pytest.raises(InputError, match="'input_ids' is no list of whole numbers"):
+        build(tmp_path / "a.jsonl", tmp_path / "out")
+
+
 def test_the_request_tells_columns_apart(tmp_path):
     rows = [{**IDS, "attention_mask": [1, 1, 0]}]
     assert build_rows(tmp_path / "a.jsonl", rows, tmp_path / "padded").info["request"]["columns"] == ["attention_mask"]

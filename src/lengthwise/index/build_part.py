@@ -14,7 +14,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
-from lengthwise.index.chats import TOOLS, ChatRow, open_chat_encoder
+from lengthwise.index.chats import BESIDE_CHATS, ChatRow, open_chat_encoder
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.document import BLANK, Document, OversizedValue, TokenRows, where
 from lengthwise.index.readers.documents_reader import read_documents, read_records, read_token_rows
@@ -223,7 +223,8 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
 
 def _chat_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
     encoder = open_chat_encoder(job.tokenizer, job.fields)
-    records = read_records(unit, fields=job.fields.chat, optional=(TOOLS,), limits=job.limits)
+    beside = tuple(name for name in BESIDE_CHATS if name not in (*job.fields.chat, *job.fields.beside.ignored))
+    records = read_records(unit, fields=job.fields.chat, optional=beside, limits=job.limits)
     while group := list(islice(records, _BATCH_CHATS)):
         tally.num_rows = group[-1][0] + 1
         chats = [(row, value) for row, value in group if value is not BLANK]

@@ -16,6 +16,7 @@ from lengthwise.index.source_file import Format, WorkUnit, open_parquet
 from lengthwise.index.sources import Sources
 
 MESSAGES, PAIR, TEXT = "messages", ("prompt", "completion"), "text"
+PREFERENCES = ("chosen", "rejected")
 CONVERSATIONS = "conversations"
 """The chats of ShareGPT: messages of ``from`` and ``value``."""
 _TABLES = (Format.PARQUET, Format.ARROW)
@@ -85,6 +86,8 @@ def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
     name, kinds = _first_that_tells(settings, _kinds_of_rows(sources, settings.limits))
     if settings.chat or kinds.get(name) == MESSAGES or (not settings.field and name == PAIR[0]):
         return _of_chat(settings, kinds, name)
+    if not settings.field and name == TEXT and TEXT not in kinds:
+        _explain_no_text(sources, kinds)
     _check_no_chat(settings)
     if sources.format in _TABLES and kinds and name not in kinds:
         column_kind(next(_whole_files(sources)), name)  # which says what there is instead
@@ -99,6 +102,21 @@ def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
         )
     _check_nothing_ignored(settings, name)
     return RowFields(field=name)
+
+
+def _explain_no_text(sources: Sources, kinds: dict[str, Kind]) -> None:
+    """Raise ``InputError`` for rows of preferences, and where a column of tokens holds something else."""
+    if all(name in kinds for name in PREFERENCES):
+        raise InputError(
+            f"{sources.label} has rows of {' and '.join(map(repr, PREFERENCES))}: an index has no pairs of "
+            "preferences; give them to lengthwise.prepare as units of two sequences, or index the answers alone: "
+            f"--field {PREFERENCES[0]}"
+        )
+    for name in TOKENS:
+        if kinds.get(name) == "other":
+            if sources.format in _TABLES:
+                column_kind(next(_whole_files(sources)), name)
+            raise InputError(f"{sources.label}: {name!r} is no list of whole numbers; tokens are a list of them a row")
 
 
 def _check_nothing_ignored(settings: IndexSettings, field: str) -> None:
@@ -168,7 +186,9 @@ def _of_chat(settings: IndexSettings, kinds: dict[str, Kind], field: str) -> Row
     if is_plain and settings.loss == "assistant":
         raise InputError("--loss assistant: prompt and completion are text, not messages; give --loss completions")
     loss = settings.loss or ("completions" if has_turns else "all")
-    return RowFields(field=field, chat=PAIR if is_pair else (field,), has_turns=has_turns, is_plain=is_plain, loss=loss)
+    beside = ColumnsOfFirstRow(ignored=settings.ignore)
+    chat = PAIR if is_pair else (field,)
+    return RowFields(field=field, chat=chat, has_turns=has_turns, is_plain=is_plain, loss=loss, beside=beside)
 
 
 def _check_no_chat(settings: IndexSettings) -> None:
