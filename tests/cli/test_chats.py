@@ -228,6 +228,44 @@ def test_what_is_no_chat_is_refused(tmp_path, chats, template, options, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_options_of_a_row_reach_the_template(tmp_path, name):
+    write_tokenizer(tmp_path / "t", template="{% if thinking %}T{% endif %}{% if more %}M{% endif %}" + TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    options = [{"thinking": True}, {"thinking": False, "more": 1}, None]
+    rows = {"messages": CHATS[:1] * 3, "chat_template_kwargs": options}
+    store = build(write_rows(tmp_path / name, **rows), tmp_path / "out", tokenizer=str(tmp_path / "t"))
+    expected = [tokenizer.apply_chat_template(CHATS[0], **(given or {}))["input_ids"] for given in options]
+    assert [store.tokens(id).tolist() for id in range(3)] == expected
+    without = build(tmp_path / name, tmp_path / "no", tokenizer=str(tmp_path / "t"), ignore=("chat_template_kwargs",))
+    assert [without.tokens(id).tolist() for id in range(3)] == expected[2:] * 3
+
+
+ASKED = {"messages": CHATS[0]}
+NOT_TEXT = {
+    "images": ({**ASKED, "images": ["a.png"]}, "'images' holds what is no text.*--ignore images"),
+    "sound": ({**ASKED, "audio": {"path": "a.wav"}}, "'audio' holds what is no text"),
+    "a part": (
+        {"messages": [turn("user", [{"type": "image_url", "url": "a"}, {"type": "text", "text": "b"}]), CHATS[0][1]]},
+        "'messages' has a part of type 'image_url'",
+    ),
+    "an unwanted completion": ({"prompt": "a", "completion": "b", "label": False}, "'label' is false.*--ignore label"),
+    "an option of ours": ({**ASKED, "chat_template_kwargs": {"tokenize": True}}, "template's own options, none of"),
+    "options that are text": ({**ASKED, "chat_template_kwargs": "thinking"}, "is to be an object"),
+    "preferences": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected': an index has no pairs"),
+}
+
+
+@pytest.mark.parametrize(("row", "said"), NOT_TEXT.values(), ids=NOT_TEXT)
+def test_what_chats_cannot_keep_is_refused_by_name(folder, tmp_path, row, said):
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=said):
+        build(source, tmp_path / "out", tokenizer=str(folder))
+    if "--ignore" in said:
+        assert len(build(source, tmp_path / "in", tokenizer=str(folder), ignore=(said.rpartition(" ")[2],))) == 1
+
+
 def test_rows_with_text_stay_text_and_loss_is_of_chats(folder, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", text=["a", "b"], messages=CHATS[:2])
     assert build(source, tmp_path / "text").tokens(0).tolist() == [97, 256]

@@ -137,6 +137,35 @@ def test_text_beside_labelled_tokens_is_not_taken_without_a_word(tmp_path):
     assert not build(source, tmp_path / "text", field="text").has_loss_mask
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_columns_that_are_not_used_are_kept_by_name_and_known_ones_are_ignored_on_demand(tmp_path, suffix):
+    rows = [{**IDS, "url": "x", "labels": [-100, 2, 3]}, {**IDS, "length": 3, "labels": [-100, -100, 3]}]
+    store = build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "out", unit_bytes=30)
+    assert store.has_loss_mask and store.info["unused_columns"] == ["length", "url"]
+    without = build_rows(tmp_path / f"a{suffix}", rows, tmp_path / "ignored", ignore=("labels",))
+    assert not without.has_loss_mask and without.info["unused_columns"] == ["labels", "length", "url"]
+    assert "unused_columns" not in build_rows(tmp_path / f"b{suffix}", [IDS], tmp_path / "plain").info
+
+
+def test_ignored_columns_are_of_rows_that_have_columns(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "abc", "url": "x"}])
+    with pytest.raises(InputError, match="--ignore url: 'text' is text, beside which nothing is read; leave it out"):
+        build(source, tmp_path / "out", ignore=("url",))
+    with pytest.raises(InputError, match="--ignore text and --field text contradict each other"):
+        build(source, tmp_path / "out", field="text", ignore=("text",))
+
+
+@pytest.mark.parametrize("values", ["[[[1, 2]]]", "[1]"])
+def test_a_column_of_tokens_of_another_type_is_named(tmp_path, values):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pytest.importorskip("pyarrow").table({"input_ids": json.loads(values)}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"column 'input_ids' is .*int64.*, neither text nor lists of integers"):
+        build(tmp_path / "a.parquet", tmp_path / "out")
+    (tmp_path / "a.jsonl").write_text('{"input_ids": 1}\n')
+    with pytest.raises(InputError, match="'input_ids' is no list of whole numbers"):
+        build(tmp_path / "a.jsonl", tmp_path / "out")
+
+
 def test_the_request_tells_columns_apart(tmp_path):
     rows = [{**IDS, "attention_mask": [1, 1, 0]}]
     assert build_rows(tmp_path / "a.jsonl", rows, tmp_path / "padded").info["request"]["columns"] == ["attention_mask"]

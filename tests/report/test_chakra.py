@@ -249,6 +249,16 @@ def _with_method(plan, method):
     return replace(plan, pipelines=(replace(pipeline, scheme=scheme),))
 
 
+def test_ranks_that_some_steps_do_not_have_have_the_operations_of_the_others(tmp_path):
+    alone, both = (make_plan([lane(1.0) for _ in range(size)], step=size) for size in (1, 2))
+    nodes_of = traces(tmp_path, alone, both)
+    assert len(nodes_of) == 2
+    computed = [sum(node.kind == NodeType.COMP for node in nodes) for nodes in nodes_of]
+    assert computed == [4, 2]
+    shrunk = traces(tmp_path, both, alone)
+    assert [sum(node.kind == NodeType.COMP for node in nodes) for nodes in shrunk] == [4, 2]
+
+
 def test_plans_of_another_model_are_refused(tmp_path):
     with pytest.raises(InputError, match="the plans share out 12 layers, model tiny has 6; name the model"):
         traces(tmp_path, make_plan([lane(3.0)]), model=replace(MODEL, num_layers=6))

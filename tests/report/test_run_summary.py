@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,30 @@ def test_figures_equal_those_computed_by_hand(tmp_path):
     assert summary.idle_fraction == pytest.approx(1 / 8, abs=ROUNDED)
     # 1/2 over the mean of 1/4 and 1/2
     assert summary.imbalance == pytest.approx(4 / 3, abs=ROUNDED)
+
+
+def test_steps_of_several_numbers_of_ranks_weigh_by_device_seconds(tmp_path):
+    folder = hand_made(tmp_path / "run")
+    plans = [
+        plan(0, time_s=1.0),
+        plan(1, time_s=1.0),
+        replace(plan(2, time_s=5.0), pipelines=plan(2, time_s=5.0).pipelines[:1], num_devices=1),
+    ]
+    folder.plans.write_text("".join(json.dumps(p.to_json()) + "\n" for p in plans))
+    row = timeline_to_row(Timeline(step=2, num_ranks=1, spans=spans(0, compute_s=1.0, end_s=4.0)))
+    before = folder.timeline(0).read_text().splitlines()[:2]
+    folder.timeline(0).write_text("\n".join([*before, json.dumps(row)]) + "\n")
+    edit_row(folder, 1, time__data_wait_s=0.5)
+    edit_row(folder, 2, time__data_wait_s=0.2)
+    record = read_record(folder)
+    summary = summarise(folder)
+    # of 2 s on 2 ranks and 4 s on one, rank 0 waits for a quarter of the former
+    assert summary.idle_fraction == pytest.approx(2 / 4 / (2 * 2 + 4), abs=ROUNDED)
+    shares = time_shares(record, summary)
+    assert shares["idle"] / sum(shares.values()) == pytest.approx(summary.idle_fraction, abs=ROUNDED)
+    assert summary.data_wait == pytest.approx((0.5 * 2 + 0.2) / (2 * 2 + 4))
+    assert (summary.num_ranks, summary.ranks_in_words) == (2, "1 to 2")
+    assert worst_step(summary, record.timelines) == 1
 
 
 def test_warm_up_steps_count_for_loss_and_tokens_but_not_for_speed(tmp_path):

@@ -68,6 +68,12 @@ LossOption = Annotated[
         "--loss", help="Tokens of chats that have a loss: the last answer (completions), every answer, or all."
     ),
 ]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Column beside tokens or chats that is as if it were not there; may be repeated."
+    ),
+]
 Split = Annotated[str, typer.Option(metavar="NAME", help="Which split of a saved Hugging Face data set.")]
 TokenizerName = Annotated[
     str,

@@ -53,6 +53,7 @@ class IndexDocument(JsonDocument):
     """What came in and what was left out, with examples."""
     num_loss_tokens: int | None = None
     """The number of tokens that have a loss, where labels or chats say which."""
+    unused_columns: list[str] | None = None
 
 
 def _document_of(
@@ -201,6 +202,8 @@ class SimulateDocument(JsonDocument):
     policy: str
     num_steps: int
     num_devices: int
+    step_with_other_devices: int | None
+    """Of plans of several numbers of devices; ``num_devices`` is the largest."""
     tokens_per_s: float
     step_time_s: float
     idle: float

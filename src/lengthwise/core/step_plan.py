@@ -2,9 +2,10 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from lengthwise.core.batch import GlobalBatch
@@ -322,6 +323,17 @@ _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "low
 def _plain(value: Any) -> Any:
     """A NumPy float as Python's, which is spelt as the one that comes back from a file."""
     return float(value) if isinstance(value, float) else value
+
+
+def most_devices(plans: Sequence[StepPlan]) -> int:
+    """The most devices of any plan: a run that went on with other ranks has plans of several numbers."""
+    return max(plan.num_devices for plan in plans)
+
+
+def step_with_other_devices(plans: Sequence[StepPlan]) -> int | None:
+    """The first step that is of another number of devices than the step before it; None: all have the same."""
+    pairs = pairwise(plans)
+    return next((plan.step for before, plan in pairs if plan.num_devices != before.num_devices), None)
 
 
 def check_layers(plans: Iterable[StepPlan], num_layers: int, *, model: str) -> None:

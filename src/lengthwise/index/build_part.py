@@ -14,7 +14,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
-from lengthwise.index.chats import TOOLS, ChatRow, open_chat_encoder
+from lengthwise.index.chats import BESIDE_CHATS, ChatRow, open_chat_encoder
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.document import BLANK, Document, OversizedValue, TokenRows, where
 from lengthwise.index.readers.documents_reader import read_documents, read_records, read_token_rows
@@ -29,6 +29,8 @@ _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
 _BATCH_CHATS = 256
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z")
+MOST_UNUSED = 64
+"""Names of columns that are not read which an index keeps."""
 READY_DTYPE = np.dtype("<u4")
 """Type of tokens in the parts when the vocabulary is only known once all are read."""
 
@@ -69,6 +71,8 @@ class _Tally:
     max_token: int = -1
     num_loss_tokens: int = 0
     num_spelled: int = 0
+    unused: dict[str, None] = field(default_factory=dict)
+    """Names of columns that are not read."""
 
 
 def part_path(job: PartJob, number: int) -> Path:
@@ -114,6 +118,7 @@ def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
         "max_token": tally.max_token,
         "num_loss_tokens": tally.num_loss_tokens,
         "num_spelled": tally.num_spelled,
+        "unused": list(tally.unused)[:MOST_UNUSED],
         "intake": tally.intake.to_json(),
     }
     with (folder / "lengths.npy").open("wb") as file:
@@ -196,6 +201,7 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
     if job.tokenizer.kind == "tokens":
         for rows in read_token_rows(unit, field=job.fields.field, first_row=job.fields.beside, limits=job.limits):
             tally.num_rows = rows.first_row + rows.num_rows
+            tally.unused |= dict.fromkeys(rows.unused)
             if rows.large:
                 tally.intake.documents += 1
                 _pass_over(job, unit, Document(0, rows.first_row, b"", "large", rows.large), tally)
@@ -217,7 +223,8 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
 
 def _chat_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
     encoder = open_chat_encoder(job.tokenizer, job.fields)
-    records = read_records(unit, fields=job.fields.chat, optional=(TOOLS,), limits=job.limits)
+    beside = tuple(name for name in BESIDE_CHATS if name not in (*job.fields.chat, *job.fields.beside.ignored))
+    records = read_records(unit, fields=job.fields.chat, optional=beside, limits=job.limits)
     while group := list(islice(records, _BATCH_CHATS)):
         tally.num_rows = group[-1][0] + 1
         chats = [(row, value) for row, value in group if value is not BLANK]

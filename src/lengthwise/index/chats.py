@@ -17,8 +17,13 @@ from lengthwise.index.tokenizers import TokenizerSpec, load_tokenizer
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHERWISE = "use --loss assistant, if the template marks what is generated, or --loss all"
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-TOOLS = "tools"
-"""The field with the tools that a chat's template is told of, if rows have it."""
+_TOOLS, _OPTIONS, _LIKED = "tools", "chat_template_kwargs", "label"
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_PARTS = ("image", "video", "audio")
+BESIDE_CHATS = (_TOOLS, _OPTIONS, _LIKED, *_MEDIA)
+"""Fields beside a chat that are read if rows have them: tools and options of its template, and what is refused."""
+_OURS = ("tools", "tokenize", "return_dict", "return_assistant_tokens_mask", "add_generation_prompt", "chat_template")
+"""Options of templates that rows do not choose."""
 
 
 class ChatRow(NamedTuple):
@@ -69,6 +74,8 @@ class ChatEncoder:
         Raises:
             InputError: the template cannot render a row, or it does not render it as the loss needs it.
         """
+        for row in rows:
+            self._check_beside(row)
         if self._fields.loss == "assistant":
             encoded = [self._by_generation(row) for row in rows]
         else:
@@ -83,6 +90,21 @@ class ChatEncoder:
         if self._fields.loss == "all":
             return EncodedChats(flat, lengths, None)
         return EncodedChats(flat, lengths, np.concatenate([np.empty(0, dtype=bool), *(mask for _, mask in encoded)]))
+
+    def _check_beside(self, row: ChatRow) -> None:
+        """Raise ``InputError`` for what would be lost or misread: images, sound, and completions nobody likes."""
+        for name in _MEDIA:
+            if row.fields.get(name) not in (None, [], ""):
+                raise InputError(
+                    f"{row.place()}: {name!r} holds what is no text, and an index holds text alone; leave such rows "
+                    f"out, or read them without it: --ignore {name}"
+                )
+        if len(self._fields.chat) > 1 and isinstance(row.fields.get(_LIKED), bool):
+            raise InputError(
+                f"{row.place()}: {_LIKED!r} is {str(row.fields[_LIKED]).lower()}, which says whether a completion is "
+                "wanted (KTO), and every completion of an index is learned; keep the wanted ones, and read them with "
+                f"--ignore {_LIKED}"
+            )
 
     def _by_letters(self, rendered: Sequence[_Rendered]) -> list[tuple[list[int], np.ndarray]]:
         """Ids of each text, and which of them hold a letter with a loss."""
@@ -149,8 +171,14 @@ class ChatEncoder:
         return lists[0], slice(answers[-1], answers[-1] + 1) if answers else None
 
     def _apply(self, row: ChatRow, messages: list[dict[str, Any]], **options: Any) -> Any:
+        row_options = _without_nulls(row.fields.get(_OPTIONS) or {})
+        if not isinstance(row_options, dict) or any(name in _OURS for name in row_options):
+            raise InputError(
+                f"{row.place()}: {_OPTIONS!r} is {brief(row_options)}; it is to be an object of the template's own "
+                f"options, none of {', '.join(_OURS)}"
+            )
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=row.fields.get(TOOLS), **options)
+            return self._tokenizer.apply_chat_template(messages, tools=row.fields.get(_TOOLS), **row_options, **options)
         except Exception as error:  # of templates, which raise what they like
             raise InputError(
                 f"{row.place()}: the chat template cannot render it: {first_line(error)}; mend the row, or the template"
@@ -179,6 +207,13 @@ def _checked_messages(row: ChatRow, name: str) -> list[dict[str, Any]]:
         raise InputError(
             f"{row.place()}: {name!r} must be a list of {MESSAGES}, each with role and content, not {brief(messages)}"
         )
+    for part in (part for item in messages if isinstance(item.get("content"), list) for part in item["content"]):
+        kind = str(part.get("type", "")) if isinstance(part, dict) else ""
+        if any(medium in kind for medium in _PARTS):
+            raise InputError(
+                f"{row.place()}: {name!r} has a part of type {kind!r}, and an index holds text alone; leave such "
+                "rows out"
+            )
     return messages
 
 

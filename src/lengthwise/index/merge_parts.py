@@ -12,7 +12,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.index.build_part import PartJob, part_path
+from lengthwise.index.build_part import MOST_UNUSED, PartJob, part_path
 from lengthwise.index.index_info import TOKENIZER_FILES
 from lengthwise.index.readers.document import ROW_NAMES, where
 from lengthwise.index.settings import FORMAT_VERSION, LOSS_MASK_VERSION
@@ -30,6 +30,7 @@ class _Totals:
     max_token: int
     num_loss_tokens: int
     num_spelled: int
+    unused: list[str]
     intake: SkippedDocuments
 
 
@@ -70,6 +71,7 @@ def assemble(
         "max_length": totals.max_length,
         **({"num_loss_tokens": totals.num_loss_tokens} if has_mask else {}),
         **({"documents_spelling_special_tokens": totals.num_spelled} if totals.num_spelled else {}),
+        **({"unused_columns": totals.unused} if totals.unused else {}),
         "has_tokens": has_tokens,
         "vocab_size": vocab_size if has_tokens else None,
         "dtype": dtype.name if has_tokens else None,
@@ -94,6 +96,7 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
     intake = SkippedDocuments()
     num_sequences = num_tokens = max_length = num_loss_tokens = num_spelled = 0
     max_token = -1
+    unused: dict[str, None] = {}
     for unit, counts, rows_before in _with_counts(job, units):
         num_sequences += counts["num_sequences"]
         num_tokens += counts["num_tokens"]
@@ -101,6 +104,7 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
         max_token = max(max_token, counts["max_token"])
         num_loss_tokens += counts.get("num_loss_tokens", 0)  # parts of an earlier version have none
         num_spelled += counts.get("num_spelled", 0)
+        unused |= dict.fromkeys(counts.get("unused", ()))
         intake.merge(counts["intake"], partial(_place, unit, rows_before))
     return _Totals(
         num_sequences=num_sequences,
@@ -109,6 +113,7 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
         max_token=max_token,
         num_loss_tokens=num_loss_tokens,
         num_spelled=num_spelled,
+        unused=sorted(unused)[:MOST_UNUSED],
         intake=intake,
     )
 

@@ -1,7 +1,7 @@
 """Which fields of a row are read: as asked for, or by the names and types of the first row that tells."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lengthwise.core.column_names import TOKENS
@@ -16,6 +16,7 @@ from lengthwise.index.source_file import Format, WorkUnit, open_parquet
 from lengthwise.index.sources import Sources
 
 MESSAGES, PAIR, TEXT = "messages", ("prompt", "completion"), "text"
+PREFERENCES = ("chosen", "rejected")
 CONVERSATIONS = "conversations"
 """The chats of ShareGPT: messages of ``from`` and ``value``."""
 _TABLES = (Format.PARQUET, Format.ARROW)
@@ -75,13 +76,18 @@ def row_fields(settings: IndexSettings, sources: Sources) -> RowFields:
     if sources.format in (Format.TAR, Format.READER):
         tells = (tells_tokens(unit, field=name, limits=settings.limits) for unit in _whole_files(sources))
         holds_tokens = next((answer for answer in tells if answer is not None), False)
-    return _with_tokens(settings, sources, name) if holds_tokens else RowFields(field=name)
+    if holds_tokens:
+        return _with_tokens(settings, sources, name)
+    _check_nothing_ignored(settings, name)
+    return RowFields(field=name)
 
 
 def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
     name, kinds = _first_that_tells(settings, _kinds_of_rows(sources, settings.limits))
     if settings.chat or kinds.get(name) == MESSAGES or (not settings.field and name == PAIR[0]):
         return _of_chat(settings, kinds, name)
+    if not settings.field and name == TEXT and TEXT not in kinds:
+        _explain_no_text(sources, kinds)
     _check_no_chat(settings)
     if sources.format in _TABLES and kinds and name not in kinds:
         column_kind(next(_whole_files(sources)), name)  # which says what there is instead
@@ -94,23 +100,46 @@ def _of_rows(settings: IndexSettings, sources: Sources) -> RowFields:
             f"{sources.label} has {name!r}, {tokens!r} and {labelled!r}; give --field {tokens} to read the tokens with "
             f"the loss that {labelled!r} gives them, or --field {name} to read the text, of which all tokens have one"
         )
+    _check_nothing_ignored(settings, name)
     return RowFields(field=name)
 
 
+def _explain_no_text(sources: Sources, kinds: dict[str, Kind]) -> None:
+    """Raise ``InputError`` for rows of preferences, and where a column of tokens holds something else."""
+    if all(name in kinds for name in PREFERENCES):
+        raise InputError(
+            f"{sources.label} has rows of {' and '.join(map(repr, PREFERENCES))}: an index has no pairs of "
+            "preferences; give them to lengthwise.prepare as units of two sequences, or index the answers alone: "
+            f"--field {PREFERENCES[0]}"
+        )
+    for name in TOKENS:
+        if kinds.get(name) == "other":
+            if sources.format in _TABLES:
+                column_kind(next(_whole_files(sources)), name)
+            raise InputError(f"{sources.label}: {name!r} is no list of whole numbers; tokens are a list of them a row")
+
+
+def _check_nothing_ignored(settings: IndexSettings, field: str) -> None:
+    if settings.ignore:
+        what = f"{field!r} is text" if field else "documents are no rows"
+        raise InputError(f"--ignore {settings.ignore[0]}: {what}, beside which nothing is read; leave it out")
+
+
 def _with_tokens(settings: IndexSettings, sources: Sources, name: str) -> RowFields:
-    beside = ColumnsOfFirstRow(ignores_loss=settings.loss == "all")
+    beside = ColumnsOfFirstRow(ignores_loss=settings.loss == "all", ignored=settings.ignore)
     for unit in _whole_files(sources) if sources.format in (*_ROWS, Format.TAR) else ():
-        for rows, columns in read_token_columns(unit, field=name, beside=beside.names_read, limits=settings.limits):
+        for rows, columns in read_token_columns(unit, field=name, first_row=beside, limits=settings.limits):
             for row in (rows.lengths > 0).nonzero()[0].tolist()[:1]:
-                names = [column for column in beside.names_read if column in columns and columns[column].is_given[row]]
+                names = [column for column in beside.names_read(name) if column in columns]
+                names = [column for column in names if columns[column].is_given[row]]
                 return RowFields(
                     field=name,
                     holds_tokens=True,
-                    beside=ColumnsOfFirstRow(
+                    beside=replace(
+                        beside,
                         loss=tuple(column for column in names if column in LOSS_COLUMNS),
                         others=tuple(column for column in names if column not in LOSS_COLUMNS),
                         place=where(unit, rows.first_row + row),
-                        ignores_loss=beside.ignores_loss,
                     ),
                 )
     return RowFields(field=name, holds_tokens=True, beside=beside)
@@ -157,7 +186,9 @@ def _of_chat(settings: IndexSettings, kinds: dict[str, Kind], field: str) -> Row
     if is_plain and settings.loss == "assistant":
         raise InputError("--loss assistant: prompt and completion are text, not messages; give --loss completions")
     loss = settings.loss or ("completions" if has_turns else "all")
-    return RowFields(field=field, chat=PAIR if is_pair else (field,), has_turns=has_turns, is_plain=is_plain, loss=loss)
+    beside = ColumnsOfFirstRow(ignored=settings.ignore)
+    chat = PAIR if is_pair else (field,)
+    return RowFields(field=field, chat=chat, has_turns=has_turns, is_plain=is_plain, loss=loss, beside=beside)
 
 
 def _check_no_chat(settings: IndexSettings) -> None:

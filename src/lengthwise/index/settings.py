@@ -39,6 +39,8 @@ class IndexSettings:
     """Whether rows are chats, though their names do not tell."""
     loss: Literal["", "completions", "assistant", "all"] = ""
     """Which tokens of chats have a loss; empty: completions."""
+    ignore: tuple[str, ...] = ()
+    """Columns beside tokens that are as if they were not there."""
     split: str = ""
     """Which data set of a folder that holds one for each split."""
     tokenizer: str = ""
@@ -68,6 +70,8 @@ class IndexSettings:
             raise InputError(
                 "--reader reads files in its own way; leave --format, --field and --split out, and give SRC"
             )
+        if self.field and self.field.rpartition(":")[2] in self.ignore:
+            raise InputError(f"--ignore {self.field} and --field {self.field} contradict each other; leave one out")
         if self.format is Format.READER:
             raise InputError("--format reader needs a reader: give --reader MODULE:FUNCTION instead")
         for name, value in (("--max-document", self.max_document), ("--max-ratio", self.max_ratio)):
@@ -118,6 +122,7 @@ class IndexSettings:
             "unit_bytes": self.unit_bytes_of(sources),
             "files": files_digest(sources),
             **({"reader_digest": load_reader(self.reader).source_digest} if self.reader else {}),
+            **({"ignore": sorted(set(self.ignore))} if self.ignore else {}),
             **self._unusual(),
         }
 

@@ -19,7 +19,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.sliced_passes import slices_of
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import Pipeline, StepPlan, check_layers
+from lengthwise.core.step_plan import Pipeline, StepPlan, check_layers, most_devices
 from lengthwise.core.zero_bubble import pass_times, splits, stage_times
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 from lengthwise.cost.links import Sent
@@ -65,12 +65,15 @@ _TYPE_OF_ATTRIBUTE = {
 def write_chakra(folder: Path, plans: Sequence[StepPlan], model: ModelSpec, *, dtype: str) -> int:
     """Write the traces of all ranks over all steps, and the groups of their collectives; returns how many traces.
 
+    Ranks that some steps do not have wait in those.
+
     Raises:
         InputError: the plans are of another model, or the folder cannot be written.
     """
     check_layers(plans, model.num_layers, model=model.name)
-    groups: dict[tuple[int, ...], str] = {tuple(range(plans[0].num_devices)): ""}
-    traces = [_RankTrace(rank=rank, groups=groups) for rank in range(plans[0].num_devices)]
+    num_ranks = most_devices(plans)
+    groups: dict[tuple[int, ...], str] = {tuple(range(num_ranks)): ""}
+    traces = [_RankTrace(rank=rank, groups=groups) for rank in range(num_ranks)]
     tags: dict[tuple[int, int, int, bool], int] = {}
     for plan in plans:
         work = _Work(plan=plan, model=model, dtype=dtype)

@@ -121,7 +121,7 @@ def _events(timeline: Timeline, plan: StepPlan | None, pids: Mapping[int, int], 
     args: dict[str, Any] = {"step": timeline.step}
     if plan is not None:
         args |= {"policy": plan.policy, "strategy": plan.strategy_words, "predicted_s": plan.time_s}
-    for pid in pids.values():
+    for pid in (pid for rank, pid in pids.items() if rank < timeline.num_ranks):
         yield _slice(
             f"ProfilerStep#{timeline.step}", "user_annotation", STEPS, pid,
             offset_s, offset_s + timeline.step_time_s, args,

@@ -34,6 +34,7 @@ class StepSummary:
     idle_fraction: float | None
     imbalance: float | None
     loss: float | None
+    num_ranks: int = 1
     validation_loss: float | None = None
     """Computed after the step; None after most."""
 
@@ -46,8 +47,13 @@ class StepSummary:
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds that the mean rank is idle in this step."""
-        return None if self.idle_fraction is None or self.time_s is None else self.idle_fraction * self.time_s
+        """Device-seconds in which ranks are idle in this step."""
+        return None if self.idle_fraction is None or self.device_s is None else self.idle_fraction * self.device_s
+
+    @property
+    def device_s(self) -> float | None:
+        """Seconds of all ranks together."""
+        return None if self.time_s is None else self.time_s * self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +65,7 @@ class RunSummary:
     status: str
     policy: str
     num_ranks: int
+    """The most of any step: a run may go on with another number."""
     num_steps: int
     num_warmup: int
     """First steps that the speed figures leave out; fewer than asked for when the run has too few steps."""
@@ -70,7 +77,7 @@ class RunSummary:
     idle_fraction: float | None
     """Share of all device-seconds in which a rank waits or does nothing."""
     data_wait: float | None
-    """Share of the timed steps' time in which the mean rank waits for its data."""
+    """Share of all device-seconds in which a rank waits for its data."""
     imbalance: float | None
     """Median over steps of the busiest rank's compute time over the mean."""
     step_time_s: float | None
@@ -92,6 +99,12 @@ class RunSummary:
     def timed(self) -> tuple[StepSummary, ...]:
         """The steps after the warm-up."""
         return self.steps[self.num_warmup :]
+
+    @property
+    def ranks_in_words(self) -> str:
+        """How many ranks the steps have, such as ``2``, or ``1 to 2`` where a run went on with another number."""
+        fewest = min(step.num_ranks for step in self.steps)
+        return f"{self.num_ranks:,}" if fewest == self.num_ranks else f"{fewest:,} to {self.num_ranks:,}"
 
     @property
     def missing_in_words(self) -> str:
@@ -128,14 +141,14 @@ def summarise_record(record: RunRecord, *, warmup: int = 1) -> RunSummary:
         path=str(record.folder.path),
         status=str(record.status.get("state") or "unknown"),
         policy=_policy(record),
-        num_ranks=_num_ranks(record),
+        num_ranks=max(step.num_ranks for step in steps),
         num_steps=len(steps),
         num_warmup=num_warmup,
         num_tokens=sum(step.num_tokens or 0 for step in steps),
         tokens_per_s=_tokens_per_s(timed),
         padding_fraction=_padding(steps),
         idle_fraction=_idle(timed),
-        data_wait=_data_wait(record.rows[num_warmup:]),
+        data_wait=_data_wait(record.rows[num_warmup:], timed),
         imbalance=_middle(step.imbalance for step in timed),
         step_time_s=_middle(step.time_s for step in timed),
         predicted_step_time_s=_middle(step.predicted_s for step in timed),
@@ -205,6 +218,7 @@ def _step(record: RunRecord, row: dict[str, Any]) -> StepSummary:
         idle_fraction=timeline.idle_fraction if timeline else None,
         imbalance=timeline.imbalance if timeline else row.get("balance/time_max_over_mean"),
         loss=row.get("loss/avg"),
+        num_ranks=plan.num_devices if plan else timeline.num_ranks if timeline else 1,
         validation_loss=row.get("val/loss"),
     )
 
@@ -212,13 +226,6 @@ def _step(record: RunRecord, row: dict[str, Any]) -> StepSummary:
 def _policy(record: RunRecord) -> str:
     plans = list(record.plans.values())
     return plans[-1].policy if plans else str(record.setting("plan", "policy") or "unknown")
-
-
-def _num_ranks(record: RunRecord) -> int:
-    plans, timelines = list(record.plans.values()), list(record.timelines.values())
-    if plans:
-        return plans[-1].num_devices
-    return timelines[-1].num_ranks if timelines else 1
 
 
 def _tokens_per_s(steps: Sequence[StepSummary]) -> float | None:
@@ -237,14 +244,14 @@ def _padding(steps: Sequence[StepSummary]) -> float | None:
 
 
 def _idle(steps: Sequence[StepSummary]) -> float | None:
-    measured = [(s.idle_s, s.time_s) for s in steps if s.idle_s is not None and s.time_s]
-    return sum(idle_s for idle_s, _ in measured) / sum(time_s for _, time_s in measured) if measured else None
+    measured = [(s.idle_s, s.device_s) for s in steps if s.idle_s is not None and s.device_s]
+    return sum(idle_s for idle_s, _ in measured) / sum(device_s for _, device_s in measured) if measured else None
 
 
-def _data_wait(rows: Sequence[dict[str, Any]]) -> float | None:
-    pairs = [(row.get("time/data_wait_s"), row.get("perf/step_time_s")) for row in rows]
-    measured = [(wait_s, time_s) for wait_s, time_s in pairs if wait_s is not None and time_s]
-    return sum(wait_s for wait_s, _ in measured) / sum(time_s for _, time_s in measured) if measured else None
+def _data_wait(rows: Sequence[dict[str, Any]], steps: Sequence[StepSummary]) -> float | None:
+    waits = [(row.get("time/data_wait_s"), step) for row, step in zip(rows, steps) if row.get("perf/step_time_s")]
+    measured = [(wait_s * s.num_ranks, s.device_s) for wait_s, s in waits if wait_s is not None and s.device_s]
+    return sum(wait_s for wait_s, _ in measured) / sum(device_s for _, device_s in measured) if measured else None
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

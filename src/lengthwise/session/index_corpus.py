@@ -35,6 +35,8 @@ def index_document(store: TokenStore, *, built: BuiltIndex | None = None) -> dic
     document = {"path": str(store.path), **{name: store.info[name] for name in names}}
     if store.has_loss_mask:
         document["num_loss_tokens"] = store.info["num_loss_tokens"]
+    if unused := store.info.get("unused_columns"):
+        document["unused_columns"] = unused
     if built is not None:
         document |= {"up_to_date": built.was_up_to_date, "num_resumed_units": built.num_resumed_units}
     return document

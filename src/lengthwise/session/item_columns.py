@@ -7,6 +7,7 @@ import torch
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.column_names import LABELS, LOSS_MASKS, PADDING, POSITIONS, PROMPT_MASK, TOKENS
+from lengthwise.core.column_rules import HARMLESS, MEANINGFUL, SPECIAL, TOKEN_TYPES, reason_refused
 from lengthwise.core.errors import InputError
 from lengthwise.index.packed_rows import sequence_bounds
 from lengthwise.runtime.wrap.forward_arguments import POSITIONS as POSITION_ARGUMENTS
@@ -26,11 +27,6 @@ from lengthwise.session.item_values import (
 )
 from lengthwise.session.sequence_units import joined, members_of
 
-SPECIAL = "special_tokens_mask"
-_HARMLESS = ("offset_mapping", "word_ids", "overflow_to_sample_mapping", "num_truncated_tokens", "length", "lengths")
-_WEIGHTS = ("weight", "reward", "advantage")
-_MEANINGFUL = ("mask", "label", "target", *_WEIGHTS)
-"""Parts of names of columns that say what is learned; a single number of an item does so if it is a weight."""
 _MEDIA = ("pixel", "image", "audio", "video", "speech", "input_features", "input_values")
 """Parts of names of columns that hold other things than tokens."""
 _OWN_ARGUMENTS = frozenset([*TOKEN_ARGUMENTS, *TARGET_ARGUMENTS, *POSITION_ARGUMENTS])
@@ -91,7 +87,9 @@ class ItemColumns:
         keep = self._padding(where, tokens, values)
         masks = [self._loss_mask(where, name, values.pop(name), tokens) for name in LOSS_MASKS if name in values]
         if PROMPT_MASK in values:
-            masks.append(self._prompt_mask(where, values.pop(PROMPT_MASK), tokens))
+            others = [*masks, *(name for name in LABELS if name in values)]
+            after_prompt = self._after_prompt(where, values.pop(PROMPT_MASK), tokens, keep)
+            masks.append(after_prompt & (keep | bool(others)))  # padding is neither prompt nor learned
         positions = {name: values.pop(name) for name in POSITIONS if name in values}
         arrays = {name: as_array(f"{name} of {where}", values) for name, values in positions.items()}
         bounds = sequence_bounds(
@@ -204,9 +202,11 @@ class ItemColumns:
             )
         return self._mask(where, name, value, tokens)
 
-    def _prompt_mask(self, where: str, value: Any, tokens: np.ndarray) -> np.ndarray:
+    def _after_prompt(self, where: str, value: Any, tokens: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Which tokens the prompt does not hold, which begins the item once its padding is cut off."""
         is_prompt = self._loss_mask(where, PROMPT_MASK, value, tokens)
-        if is_prompt.any() and not is_prompt[: int(is_prompt.sum())].all():
+        unpadded = is_prompt[keep]
+        if not unpadded[: int(unpadded.sum())].all():
             raise InputError(
                 f"{PROMPT_MASK} of {where} is to be 1 for the tokens of a prompt, which begins the item, and it is "
                 "not; give a loss_mask instead, 1 for each token that has a loss"
@@ -320,7 +320,7 @@ class ItemColumns:
         if not isinstance(leaf, bool | int | float | np.generic | torch.Tensor):
             raise cannot_be_used(where, name, f"holds {type(leaf).__name__}")
         array = as_array(f"{name} of {where}", value)
-        others = (*_NOT_PASSED, *_MEANINGFUL)
+        others = (*_NOT_PASSED, *MEANINGFUL)
         is_taken = name in self.expected.arguments - _OWN_ARGUMENTS and not any(part in name for part in others)
         is_per_token = array.ndim >= 1 and len(array) == len(tokens)
         if is_taken and is_per_token and array.dtype.kind in "biu":
@@ -328,11 +328,11 @@ class ItemColumns:
         reason = self._reason_refused(name, array)
         if reason:
             raise cannot_be_used(where, name, reason)
-        is_meant = is_per_token and array.ndim == 1 and array.dtype.kind in "biu" and name != "token_type_ids"
+        is_meant = is_per_token and array.ndim == 1 and array.dtype.kind in "biu" and name != TOKEN_TYPES
         self.maybe_meant[name] = is_meant and self.maybe_meant.get(name, True)
         only = self.only_values.get(name, array[:1]) if is_meant else None
         self.only_values[name] = only if only is not None and bool((array == only).all()) else None
-        self._leave_out(name, "all are 0" if name == "token_type_ids" else "")
+        self._leave_out(name, "all are 0" if name == TOKEN_TYPES else "")
         return None
 
     def _reason_not_used(self, name: str, value: Any) -> str | None:
@@ -340,7 +340,7 @@ class ItemColumns:
         if self.expected.makes_inputs:
             return "inputs= makes the forward's arguments"
         leaf = first_leaf(value)
-        if name in (*TOKENS, *_HARMLESS) or leaf is None or isinstance(leaf, str):
+        if name in (*TOKENS, *HARMLESS) or leaf is None or isinstance(leaf, str):
             return ""
         is_number = isinstance(leaf, bool | int | float | np.generic | torch.Tensor)
         is_medium = hasattr(leaf, "__array_interface__") or any(part in name for part in _MEDIA)
@@ -348,17 +348,11 @@ class ItemColumns:
 
     def _reason_refused(self, name: str, array: np.ndarray) -> str:
         """Why a column that cannot be passed would change what is learned; empty: it is harmless."""
-        if name == "token_type_ids":
-            return "is not 0 everywhere, and the model's forward does not take it" if array.any() else ""
         if name in self.expected.arguments & _OWN_ARGUMENTS and array.ndim:
             return f"is an argument of the model's forward that is made from {TOKENS[0]} and {LABELS[0]}"
-        if name in self.expected.arguments - _OWN_ARGUMENTS:
+        if name in self.expected.arguments - _OWN_ARGUMENTS and name != TOKEN_TYPES:
             return "is an argument of the model's forward, and not one integer per token"
-        if any(part in name for part in (_MEANINGFUL if array.ndim else _WEIGHTS)):
-            return "may say what is learned, and it is not known how"
-        if array.ndim and (array.dtype.kind in "fc" or array.ndim > 1):
-            return f"is {array.dtype} of shape {array.shape}, which packs of tokens have not"
-        return ""
+        return reason_refused(name, array)
 
     def _check_slots(self, where: str, values: dict[str, Any]) -> None:
         """Raise ``InputError`` for columns of values for slots, which only the user's own forward could use."""

@@ -117,11 +117,9 @@ def without_padding(array: np.ndarray, keep: np.ndarray) -> np.ndarray:
 
 
 def first_leaf(value: Any) -> Any:
-    """The first number or text in nested lists; a tensor or an array stands for its own."""
-    while isinstance(value, list | tuple):
-        if not value:
-            return None
-        value = value[0]
+    """The first number or text in nested lists, None if there is none; a tensor or an array stands for its own."""
+    if isinstance(value, list | tuple):
+        return next((leaf for item in value if (leaf := first_leaf(item)) is not None), None)
     if isinstance(value, np.ndarray) and value.dtype.kind in "USO":
         return first_leaf(value.tolist()) if value.size else None
     return np.float64(0) if isinstance(value, np.ndarray) else value

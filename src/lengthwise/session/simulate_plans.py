@@ -13,7 +13,7 @@ from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.step_plan import StepPlan, most_devices, step_with_other_devices
 from lengthwise.core.wording import GIB, whole_number
 from lengthwise.sim.engine import simulate as simulate_step
 from lengthwise.sim.sim_options import SimOptions
@@ -101,20 +101,25 @@ def parse_straggler(text: str) -> tuple[int, float]:
 
 
 def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[str, Any]:
-    """Throughput and losses over the simulated steps; tokens are those trained, padding left out."""
+    """Throughput and losses over the simulated steps; tokens are those trained, padding left out.
+
+    Steps weigh by their device-seconds, also where they are of several numbers of devices.
+    """
     tokens = [plan.num_computed_tokens * (1 - plan.padding_fraction) for plan in plans]
     total_s, bound_s = fsum(step.step_time_s for step in steps), fsum(plan.lower_bound_s for plan in plans)
+    device_s = [plan.num_devices * step.step_time_s for plan, step in zip(plans, steps)]
 
     def share(name: str) -> float:
-        return fsum(getattr(step.losses, name) * step.step_time_s for step in steps) / total_s
+        return fsum(getattr(step.losses, name) * weight for step, weight in zip(steps, device_s)) / fsum(device_s)
 
     parts = ("compute", "communicate", "bubble", "imbalance", "switch", "update")
     return {
-        "policy": plans[0].policy,
+        "policy": ", ".join(dict.fromkeys(plan.policy for plan in plans)),
         "num_steps": len(plans),
-        "num_devices": plans[0].num_devices,
+        "num_devices": most_devices(plans),
+        "step_with_other_devices": step_with_other_devices(plans),
         "tokens_per_s": sum(tokens) / total_s,
-        "tokens_per_s_per_gpu": sum(tokens) / total_s / plans[0].num_devices,
+        "tokens_per_s_per_gpu": sum(tokens) / fsum(device_s),
         "step_time_s": mean(step.step_time_s for step in steps),
         "idle": share("idle"),
         **{name: share(name) for name in parts},

@@ -15,7 +15,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import StepPlan, check_layers
+from lengthwise.core.step_plan import StepPlan, check_layers, most_devices, step_with_other_devices
 from lengthwise.data.corpus import open_corpus
 from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult, TrainingBudget
 from lengthwise.session.console import stderr
@@ -151,16 +151,22 @@ def _start_of_run(plans: Path) -> dict[str, Any]:
 
 
 def training_outlook(
-    plans: Sequence[StepPlan], tokens_per_s: float, path: Path | None, changes: list[str], *,
+    plans: Sequence[StepPlan], tokens_per_gpu_s: float, path: Path | None, changes: list[str], *,
     named: Named, budget: TrainingBudget,
 ) -> dict[str, float | None]:  # fmt: skip
     """MFU, and hours and cost of a whole training, as `lengthwise compare` reckons them; None: not known.
 
-    Tells what has to be named for an MFU.
+    Tells what has to be named for an MFU. ``tokens_per_gpu_s``: tokens per device-second of all steps.
 
     Raises:
-        InputError: the plans are of another model than is named, or faster than devices as named could be.
+        InputError: the plans are of another model than is named, or faster than devices as named could be; or they are
+            of several numbers of devices, and a whole training is asked for.
     """
+    if (other := step_with_other_devices(plans)) is not None and budget.num_tokens is not None:
+        raise InputError(
+            f"--tokens: step {other:,} of {path} is of another number of devices than the step before it, so it is not "
+            f"known on how many a whole training would run; take --tokens out, or end before it with --steps"
+        )
     device, model, dtype = device_of_plans(path, changes, name=named.device), None, ""
     with suppress(InputError) if named.model is None else nullcontext():  # outside of a run, the model is not known
         model, dtype = model_of_plans(path, changes, named)
@@ -171,9 +177,10 @@ def training_outlook(
     lengths = [n for plan in plans for line in plan.pipelines for m in line.micro_batches for n in m.pack.lengths]
     if device is not None and budget.price_per_hour is None:
         budget = replace(budget, price_per_hour=device.price_per_hour)
-    result = PolicyResult(policy=plans[0].policy, tokens_per_s=tokens_per_s)
+    num_devices = most_devices(plans)
+    result = PolicyResult(policy=plans[0].policy, tokens_per_s=tokens_per_gpu_s * num_devices)
     cluster = ClusterResult(
-        num_devices=plans[0].num_devices,
+        num_devices=num_devices,
         cluster="",
         tokens_per_step=round(sum(lengths) / len(plans)),
         policies=(result,),
@@ -184,7 +191,7 @@ def training_outlook(
     mfu = cluster.mfu(result)
     if model is not None and device is not None and (mfu or 0) > 1 and named != Named():
         raise InputError(
-            f"the plans compute faster than {plans[0].num_devices:,} {device.name} could at their peak if they were of "
+            f"the plans compute faster than {num_devices:,} {device.name} could at their peak if they were of "
             f"model {model.name} in {dtype}: an MFU of {mfu:.0%}; name the model, device and dtype that they were made "
             "for"
         )

@@ -24,9 +24,10 @@ def simulation_html(
 
     ``device_bytes``, the memory of a device, is a line above what is used; None: it is not known.
     """
+    up_to = "" if document["step_with_other_devices"] is None else "up to "
     return render_simulation(
         SimulationPage(
-            title=f"Policy {document['policy']} on {counted(document['num_devices'], 'device')}",
+            title=f"Policy {document['policy']} on {up_to}{counted(document['num_devices'], 'device')}",
             headline=" · ".join(_conditions(document["num_steps"], options)),
             tiles=(
                 KeyFigure("tokens per second", count(document["tokens_per_s"]), "padding not counted"),
@@ -58,7 +59,7 @@ def _shown(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: S
     """The steps that are drawn, each with the reason."""
     middle_s = median(step.step_time_s for step in steps)
     typical = min(range(len(steps)), key=lambda k: abs(steps[k].step_time_s - middle_s))
-    worst = max(range(len(steps)), key=lambda k: steps[k].idle * steps[k].step_time_s)
+    worst = max(range(len(steps)), key=lambda k: steps[k].idle * steps[k].step_time_s * plans[k].num_devices)
     chosen = [(typical, "A typical step", "its time is the closest to the median")]
     if worst != typical:
         chosen.append((worst, "The worst step", "it idles longest"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.step_plan import StepPlan, most_devices
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.chakra import write_chakra
 from lengthwise.report.chrome_trace import MOST_SPANS, write_trace
@@ -26,10 +26,9 @@ def write_traces(
     Raises:
         InputError: a chosen step or rank is not in the plans, or a place cannot be written.
     """
-    choice.check(steps=[plan.step for plan in plans], num_ranks=plans[0].num_devices)
-    chosen = {plan.step: plan for plan in plans if choice.has_step(plan.step)}
+    chosen = {plan.step: plan for plan in _chosen(plans, choice)}
     timelines = _timelines(list(chosen.values()), options, choice)
-    ranks = choice.ranks_among(plans[0].num_devices)
+    ranks = choice.ranks_among(most_devices(list(chosen.values())))
     if trace is not None:
         write_trace(trace, [], predicted=timelines, plans=chosen, ranks=ranks)
     if kineto is not None:
@@ -49,9 +48,15 @@ def write_execution_traces(
     """
     if choice.ranks is not None:
         raise InputError(f"--chakra writes all ranks, which wait for one another; take {RANKS_OPTION} out")
-    choice.check(steps=[plan.step for plan in plans], num_ranks=plans[0].num_devices)
     spec, dtype = model
-    write_chakra(folder, [plan for plan in plans if choice.has_step(plan.step)], spec, dtype=dtype)
+    write_chakra(folder, _chosen(plans, choice), spec, dtype=dtype)
+
+
+def _chosen(plans: Sequence[StepPlan], choice: TraceChoice) -> list[StepPlan]:
+    """The plans of the chosen steps; raises ``InputError`` for a step or rank that is not in them."""
+    chosen = [plan for plan in plans if choice.has_step(plan.step)]
+    choice.check(steps=[plan.step for plan in plans], num_ranks=most_devices(chosen or plans))
+    return chosen
 
 
 def _timelines(plans: Sequence[StepPlan], options: SimOptions, choice: TraceChoice) -> list[Timeline]:

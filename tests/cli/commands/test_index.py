@@ -41,6 +41,18 @@ def test_one_sequence_of_one_token_is_written_in_the_singular(cli, tmp_path):
     assert "length of 1 sequence (" in cli("analyze", index, "--metric", "length")[1]
 
 
+def test_columns_that_are_not_used_are_named_once(cli, tmp_path):
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"input_ids": [1, 2], "url": "x"}\n{"input_ids": [3, 4], "score": 0.5, "loss_weights": [0, 1]}\n')
+    words = ("index", rows, "--workers", 1, "--out")
+    code, _, err = cli(*words, tmp_path / "out")
+    assert code == 2 and "a.jsonl:2: column 'loss_weights' may say what is learned" in err
+    code, out, err = cli(*words, tmp_path / "out", "--ignore", "loss_weights", "--json")
+    assert code == 0 and json.loads(out)["unused_columns"] == ["loss_weights", "score", "url"]
+    code, _, err = cli(*words, tmp_path / "all", "--loss", "all")
+    assert code == 0 and err.count("columns not used: loss_weights, score, url") == 1
+
+
 def test_verify_finds_a_changed_token(cli, folder, tmp_path):
     index = tmp_path / "index"
     assert cli("index", folder, "--out", index)[0] == 0

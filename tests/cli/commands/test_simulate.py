@@ -239,6 +239,46 @@ def test_plans_outside_of_a_run_have_an_mfu_where_model_and_device_are_named(cli
     assert code == 2 and "set cluster.name of the configuration" in err
 
 
+@pytest.fixture
+def resumed(tmp_path):
+    """Two steps of one device, and one of two that went on, of as many layers as llama-tiny has."""
+    alone = [make_plan([lane(4.0, layers=4)], update_s=0.0, step=step) for step in range(2)]
+    return write(
+        tmp_path / "resumed.jsonl",
+        *alone,
+        make_plan([lane(2.0, layers=4), lane(1.0, layers=4)], update_s=0.0, step=2),
+    )
+
+
+def test_steps_of_several_numbers_of_devices_weigh_by_device_seconds(cli, resumed):
+    named = ("--model", "llama-tiny", "--device", "H100-80GB")
+    code, out, _ = cli("simulate", resumed, *named, "--json")
+    document = json.loads(out)
+    assert code == 0 and (document["num_devices"], document["step_with_other_devices"]) == (2, 2)
+    assert document["tokens_per_s"] == pytest.approx(20 / 10)
+    assert document["tokens_per_s_per_gpu"] == pytest.approx(20 / (4 + 4 + 2 * 2))
+    assert document["idle"] == pytest.approx(1 / (4 + 4 + 2 * 2))
+    flops = model_preset("llama-tiny").train_flops(np.array([5, 5, 5, 5])).sum()
+    assert document["mfu"] == pytest.approx(flops / (12 * 989e12))
+    assert "on up to 2 devices, simulated" in cli("simulate", resumed)[1]
+    code, _, err = cli("simulate", resumed, *named, "--tokens", "1M")
+    assert code == 2 and "step 2 of " in err and "another number of devices" in err and "--steps" in err
+    assert json.loads(cli("simulate", resumed, "--tokens", "1M", "--steps", 2, "--json")[1])["hours"] > 0
+
+
+def test_traces_have_the_ranks_of_every_step(cli, resumed, tmp_path):
+    path, folder = tmp_path / "trace.json.gz", tmp_path / "chakra"
+    places = ("--trace", path, "--kineto", tmp_path / "ranks")
+    assert cli("simulate", resumed, *places, "--trace-ranks", "1")[0] == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {2}
+    assert [file.name[:10] for file in (tmp_path / "ranks").iterdir()] == ["rank_00001"]
+    code, _, err = cli("simulate", resumed, *places, "--trace-ranks", "1", "--trace-steps", "0-1")
+    assert code == 2 and "--trace-ranks 1: the ranks are 0 to 0" in err
+    assert cli("simulate", resumed, "--chakra", folder, "--model", "llama-tiny")[0] == 0
+    assert {file.name for file in folder.glob("*.et")} == {"lengthwise.0.et", "lengthwise.1.et"}
+
+
 def test_a_model_device_or_dtype_that_the_configuration_names_is_not_named_again(cli):
     for option, setting in (("--model", "model.*"), ("--dtype", "train.dtype")):
         code, _, err = cli(

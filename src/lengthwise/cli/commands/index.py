@@ -25,6 +25,7 @@ def run(
     split: its.Split = "",
     chat: its.Chat = False,
     loss: its.LossOption = None,
+    ignore: its.Ignore = None,
     tokenizer: its.TokenizerName = "",
     train_bpe: its.TrainBpe = None,
     eos: its.Eos = True,
@@ -50,8 +51,8 @@ def run(
         check_vocabulary(train_bpe)
     settings = IndexSettings(
         source=source, globs=tuple(glob or ()), format=format, reader=reader, field=field, split=split, chat=chat,
-        loss=loss.value if loss else "", tokenizer=tokenizer, train_bpe=train_bpe or 0, append_eos=eos,
-        on_empty=on_empty.value if on_empty else "", on_binary=on_binary.value if on_binary else "",
+        loss=loss.value if loss else "", ignore=tuple(ignore or ()), tokenizer=tokenizer, train_bpe=train_bpe or 0,
+        append_eos=eos, on_empty=on_empty.value if on_empty else "", on_binary=on_binary.value if on_binary else "",
         max_document=max_document, on_large=on_large.value if on_large else "", max_ratio=max_ratio,
     )  # fmt: skip
     built = index_corpus(settings, out, workers=workers, restart=restart)

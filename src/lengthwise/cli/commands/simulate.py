@@ -71,7 +71,8 @@ def run(
     plans = inputs.plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
-    document |= inputs.training_outlook(plans, document["tokens_per_s"], path, changes, named=named, budget=budget)
+    per_gpu = document["tokens_per_s_per_gpu"]
+    document |= inputs.training_outlook(plans, per_gpu, path, changes, named=named, budget=budget)
     if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
         stderr().print(note, soft_wrap=True)
     if chakra is not None:

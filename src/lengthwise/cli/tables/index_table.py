@@ -7,6 +7,9 @@ from lengthwise.index.skipped import REASONS
 from lengthwise.index.store import TokenStore
 from lengthwise.session.console import stderr
 
+_MOST_NAMED = 16
+"""Columns that are named of those not used."""
+
 
 def print_index(store: TokenStore, built: BuiltIndex, *, shows_next: bool = True) -> None:
     """Print what an index holds and what was left out of it; ``shows_next``: and what comes next."""
@@ -27,6 +30,9 @@ def print_index(store: TokenStore, built: BuiltIndex, *, shows_next: bool = True
     if count := info.get("documents_spelling_special_tokens"):
         spelled = counted(count, "document")
         lines.append(f"  special tokens spelled in {spelled} became plain letters; --chat recognises them")
+    if unused := info.get("unused_columns"):
+        more = f" and {len(unused) - _MOST_NAMED} more" if len(unused) > _MOST_NAMED else ""
+        lines.append(f"  columns not used: {', '.join(unused[:_MOST_NAMED])}{more}")
     for reason in REASONS:
         if count := info["ledger"].get(reason):
             left_out = f"{counted(count, 'document')} ({reason})"

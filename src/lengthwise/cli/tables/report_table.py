@@ -22,7 +22,7 @@ def print_runs(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
         table.add_column(label, justify="right")
     for words, of in (
         ("policy", lambda s: s.policy),
-        ("ranks", lambda s: count(s.num_ranks)),
+        ("ranks", lambda s: s.ranks_in_words),
         ("steps", lambda s: count(s.num_steps)),
         ("tokens", lambda s: count(s.num_tokens)),
         ("tokens/s", lambda s: count(s.tokens_per_s)),

@@ -33,8 +33,9 @@ def print_simulation(document: dict[str, Any]) -> None:
             shown.add_row(words, value)
     console = stdout()
     num_steps, policy, num_devices = (document[name] for name in ("num_steps", "policy", "num_devices"))
+    up_to = "" if document["step_with_other_devices"] is None else "up to "
     console.print(
-        f"{counted(num_steps, 'step')} of policy {policy} on {counted(num_devices, 'device')}, simulated",
+        f"{counted(num_steps, 'step')} of policy {policy} on {up_to}{counted(num_devices, 'device')}, simulated",
         soft_wrap=True,
     )
     console.print(shown)

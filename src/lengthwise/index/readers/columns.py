@@ -6,11 +6,13 @@ from typing import Any, Literal
 import numpy as np
 
 from lengthwise.core.column_names import LABELS
+from lengthwise.core.column_rules import TOKEN_TYPES, reason_refused
 from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.index.document_limits import MAX_DOCUMENT
 from lengthwise.index.readers.arrow import arrow_batches, arrow_schema
 from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where
-from lengthwise.index.readers.token_columns import LOSS_COLUMNS, Column
+from lengthwise.index.readers.token_columns import LOSS_COLUMNS, Column, ColumnsOfFirstRow
+from lengthwise.index.readers.unused_columns import check_harmless, first_given, sample_of_type
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
 
 _BATCH_BYTES = 16 << 20
@@ -166,13 +168,38 @@ def read_text_column(unit: WorkUnit, *, field: str, most_bytes: int = MAX_DOCUME
 
 
 def read_token_column(
-    unit: WorkUnit, *, field: str, beside: tuple[str, ...] = ()
+    unit: WorkUnit, *, field: str, first_row: ColumnsOfFirstRow
 ) -> Iterator[tuple[TokenRows, dict[str, Column]]]:
-    """Rows of a column of lists of token ids, a piece at a time, and those of the columns ``beside`` that there are."""
-    fields = (field, *_columns_beside(unit, beside))
-    for first, columns in _columns(unit, fields, "tokens"):
+    """Rows of a column of lists of token ids, a piece at a time, and those of the columns beside it that are read."""
+    fields = (field, *_columns_beside(unit, first_row.names_read(field)))
+    schema = _schema(unit)
+    others = {name: type for name, type in zip(schema.names, schema.types) if name not in fields}
+    unused = tuple(others)
+    doubtful = tuple(name for name, type in others.items() if _is_doubtful(name, type, first_row))
+    for first, columns in _columns(unit, (*fields, *doubtful), "tokens"):
+        for name, column in zip(doubtful, columns[len(fields) :]):
+            _check_harmless(unit, first, name, column, first_row)
         values = [_numbers(unit, first, name, column) for name, column in zip(fields, columns)]
-        yield token_rows(unit, first, *values[0][:2]), dict(zip(fields[1:], values[1:]))
+        yield token_rows(unit, first, *values[0][:2])._replace(unused=unused), dict(zip(fields[1:], values[1:]))
+
+
+def _is_doubtful(name: str, type: Any, first_row: ColumnsOfFirstRow) -> bool:
+    """Whether rows of such a column may be refused."""
+    sample = sample_of_type(type)
+    return sample is not None and name not in first_row.ignored and bool(reason_refused(name, sample))
+
+
+def _check_harmless(unit: WorkUnit, first: int, name: str, column: Any, first_row: ColumnsOfFirstRow) -> None:
+    """Raise ``InputError`` for the first row whose column would change what is learned."""
+    if column.null_count == len(column):
+        return
+    if name == TOKEN_TYPES and _kind_of(column.type) == "tokens":
+        numbers = _numbers(unit, first, name, column)
+        rows = [row_of(numbers.counts, int(np.argmax(numbers.values != 0)))] if numbers.values.any() else []
+    else:
+        rows = [row for row in (first_given(column),) if row is not None]
+    for row in rows:
+        check_harmless(name, column[row].as_py(), first_row, lambda: where(unit, first + rows[0]))
 
 
 def _columns_beside(unit: WorkUnit, names: tuple[str, ...]) -> Iterator[str]:

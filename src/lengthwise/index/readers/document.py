@@ -60,6 +60,8 @@ class TokenRows(NamedTuple):
     """Of each token whether it has a loss; None: the rows do not say it."""
     row_numbers: np.ndarray | None = None
     """The row of each length, counted as ``first_row`` is, where rows hold several sequences; None: each has one."""
+    unused: tuple[str, ...] = ()
+    """Names of the columns that the rows have and that are not read."""
 
 
 def from_text(row: int, value: Any, unit: WorkUnit) -> Document:

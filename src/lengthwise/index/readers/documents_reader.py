@@ -1,12 +1,13 @@
 """Documents of a work unit, one after another: files, JSON lines, FASTA records, rows of columns, samples of tars."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from lengthwise.core.column_names import LABELS, LOSS_MASKS, PADDING, PROMPT_MASK
+from lengthwise.core.column_names import LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief, parse_json
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
@@ -27,6 +28,7 @@ from lengthwise.index.readers.json_array import read_json_array
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.outside_reader import read_outside
 from lengthwise.index.readers.token_columns import Column, ColumnsOfFirstRow, with_columns
+from lengthwise.index.readers.unused_columns import unused_columns
 from lengthwise.index.readers.webdataset import tar_samples
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular
 
@@ -44,7 +46,7 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
         for number, file in enumerate(unit.files):
             yield _read_text(number, file, limits.document)
     elif unit.format in (Format.JSONL, Format.JSON):
-        for row, value in _read_jsonl(unit, field=field, limits=limits):
+        for row, value in _rows(unit, field=field, limits=limits):
             yield from_text(row, value, unit)
     elif unit.format is Format.FASTA:
         yield from _read_fasta(unit, limits)
@@ -64,22 +66,22 @@ def read_token_rows(
     were packed before; with ``first_row``, every row has to say of the loss what that one does.
     """
     first_row = first_row or ColumnsOfFirstRow(ignores_loss=True)
-    for rows, columns in read_token_columns(unit, field=field, beside=first_row.names_read, limits=limits):
+    for rows, columns in read_token_columns(unit, field=field, first_row=first_row, limits=limits):
         yield with_columns(unit, rows, columns, first_row) if len(rows.lengths) else rows
 
 
 def read_token_columns(
-    unit: WorkUnit, *, field: str, beside: tuple[str, ...], limits: Limits = DEFAULT_LIMITS
+    unit: WorkUnit, *, field: str, first_row: ColumnsOfFirstRow, limits: Limits = DEFAULT_LIMITS
 ) -> Iterator[tuple[TokenRows, dict[str, Column]]]:
-    """Rows of ready tokens as they are, and those of the columns ``beside`` them that there are."""
-    beside = tuple(name for name in beside if name != field)
+    """Rows of ready tokens as they are, and those of the columns beside them that are read, where there are any."""
     if unit.format in _COLUMNS:
-        yield from read_token_column(unit, field=field, beside=beside)
+        yield from read_token_column(unit, field=field, first_row=first_row)
         return
     if unit.format is Format.MEGATRON:
         yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop)), {}
         return
     key = field.rpartition(":")[2] if unit.format is Format.TAR else field
+    beside = first_row.names_read(key)
     for row, value in _rows(unit, field=field, limits=limits, beside=beside):
         if value is BLANK or isinstance(value, OversizedValue):
             large = value.size if isinstance(value, OversizedValue) else 0
@@ -87,14 +89,11 @@ def read_token_columns(
             continue
         values = value if isinstance(value, dict) else {key: value}
         tokens = _integers(values[key], key, unit, row)
-        columns = {name: _column(values[name], name, unit, row) for name in beside if _says(values, name)}
-        yield token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64)), columns
-
-
-def _says(values: dict[str, Any], name: str) -> bool:
-    """Whether a row has the column; one label that is no list is the class of the whole row, and not used."""
-    is_class = name in LABELS[1:] and not isinstance(values.get(name), list)
-    return values.get(name) is not None and not is_class
+        unused = unused_columns(values, first_row, field=key, place=partial(where, unit, row))
+        names = [name for name in beside if values.get(name) is not None and name not in unused]
+        columns = {name: _column(values[name], name, unit, row) for name in names}
+        rows = token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64))
+        yield rows._replace(unused=unused), columns
 
 
 def _column(value: Any, name: str, unit: WorkUnit, row: int) -> Column:
@@ -116,11 +115,7 @@ def read_records(
     if unit.format in _COLUMNS:
         yield from read_rows(unit, fields=fields, optional=optional)
         return
-    for row, line in _read_json_lines(unit, limits):
-        if isinstance(line, bytes):
-            yield row, _json_fields(line, fields, unit, row, optional=optional)
-        else:
-            yield row, line
+    yield from _read_json_rows(unit, limits, lambda line, row: _json_fields(line, fields, unit, row, optional=optional))
 
 
 def read_objects(unit: WorkUnit, limits: Limits = DEFAULT_LIMITS) -> Iterator[dict[str, Any]]:
@@ -157,14 +152,14 @@ def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
 
 
 def _rows(unit: WorkUnit, *, field: str, limits: Limits, beside: tuple[str, ...] = ()) -> Iterator[tuple[int, Any]]:
-    """The values of ``field``; objects of it and of those ``beside`` it where rows are objects and these are asked."""
+    """The values of ``field``; whole rows where rows are objects, and columns ``beside`` it are asked for."""
     if unit.format is Format.READER:
         return read_outside(unit, field=field, limits=limits)
     if unit.format is Format.TAR:
         return _read_tar(unit, field=field, limits=limits, beside=beside)
     if beside:
-        return read_records(unit, fields=(field,), optional=beside, limits=limits)
-    return _read_jsonl(unit, field=field, limits=limits)
+        return _read_json_rows(unit, limits, lambda line, row: _json_row(line, (field,), unit, row, beside))
+    return _read_json_rows(unit, limits, lambda line, row: _json_value(line, field, unit, row))
 
 
 def _read_text(number: int, file: SourceFile, most_bytes: int) -> Document:
@@ -214,9 +209,10 @@ def _read_lines(unit: WorkUnit, limits: Limits) -> Iterator[bytes | OversizedVal
             yield OversizedValue(size)
 
 
-def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
+def _read_json_rows(unit: WorkUnit, limits: Limits, parse: Callable[[bytes, int], Any]) -> Iterator[tuple[int, Any]]:
+    """What each line says; ``BLANK`` and ``OversizedValue`` as they are."""
     for row, line in _read_json_lines(unit, limits):
-        yield row, _json_value(line, field, unit, row) if isinstance(line, bytes) else line
+        yield row, parse(line, row) if isinstance(line, bytes) else line
 
 
 def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]]:
@@ -244,7 +240,15 @@ def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
 def _json_fields(
     data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int, *, optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of a JSON object that are asked for: each of ``keys`` must be there, and none twice."""
+    """The fields of a JSON object that are asked for."""
+    document = _json_row(data, keys, unit, row, optional)
+    return {key: document[key] for key in (*keys, *optional) if key in document}
+
+
+def _json_row(
+    data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A JSON object: each of ``keys`` must be there, and none of them and of the ``optional`` ones twice."""
     what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
     try:
         document = parse_json(data.rstrip(b"\r\n").decode(), finite=False)
@@ -261,7 +265,7 @@ def _json_fields(
         if key not in document:
             others = ", ".join(sorted(document)[:8]) or "none"
             raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {others})")
-    return {key: document[key] for key in (*keys, *optional) if key in document}
+    return document
 
 
 def _check_once(data: bytes, key: str, place: str) -> None:
@@ -290,7 +294,7 @@ def _read_tar(unit: WorkUnit, *, field: str, limits: Limits, beside: tuple[str, 
                 "--field, and pack the members of a sample next to one another"
             )
         if colon and beside:
-            yield row, _json_fields(sample.data, (key,), unit, row, optional=beside)
+            yield row, _json_row(sample.data, (key,), unit, row, beside)
         else:
             yield row, _json_value(sample.data, key, unit, row) if colon else sample.data
     check_unchanged(file)

@@ -33,11 +33,18 @@ class ColumnsOfFirstRow:
     """Where it is, in words."""
     ignores_loss: bool = False
     """Whether labels and masks are not read."""
+    ignored: tuple[str, ...] = ()
+    """Columns that are as if they were not there."""
 
-    @property
-    def names_read(self) -> tuple[str, ...]:
-        """All columns that are read where a row has them."""
-        return (*(() if self.ignores_loss else LOSS_COLUMNS), PADDING, *POSITIONS)
+    def names_read(self, field: str) -> tuple[str, ...]:
+        """All columns that are read beside the tokens, in ``field``, where a row has them."""
+        names = (*(() if self.ignores_loss else LOSS_COLUMNS), PADDING, *POSITIONS)
+        return tuple(name for name in names if name != field and name not in self.ignored)
+
+    def reads(self, name: str, field: str, value: Any) -> bool:
+        """Whether a row's column is read; one label that is no list is the class of the whole row, and not used."""
+        is_class = name in LABELS[1:] and not isinstance(value, list)
+        return name == field or (name in self.names_read(field) and not is_class)
 
 
 NO_COLUMNS = ColumnsOfFirstRow()
@@ -62,10 +69,13 @@ def with_columns(
     """
     if not columns and not first_row.loss:
         return rows
-    return _split(unit, _unpadded(unit, _with_loss(unit, rows, columns, first_row), columns), columns)
+    keep = _kept(unit, rows, columns)
+    return _split(unit, _unpadded(unit, _with_loss(unit, rows, columns, first_row, keep), keep), columns)
 
 
-def _with_loss(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column], first_row: ColumnsOfFirstRow) -> TokenRows:
+def _with_loss(
+    unit: WorkUnit, rows: TokenRows, columns: dict[str, Column], first_row: ColumnsOfFirstRow, keep: np.ndarray
+) -> TokenRows:
     mask = np.ones(len(rows.flat), dtype=bool)
     says_loss, has_labels = np.zeros((2, len(rows.lengths)), dtype=bool)
     for name in (name for name in LOSS_COLUMNS if name in columns):
@@ -73,7 +83,13 @@ def _with_loss(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column], firs
         is_read = column.is_given & ~has_labels if name in LABELS else column.is_given
         tokens = np.repeat(is_read, rows.lengths)
         column = _per_token(unit, rows, name, column, is_read)
-        mask[tokens] &= _loss_of(unit, rows, name, column, tokens)
+        has_loss = _loss_of(unit, rows, name, column, tokens)
+        if name == PROMPT_MASK:
+            is_prompt = np.zeros(len(rows.flat), dtype=bool)
+            is_prompt[tokens] = ~has_loss
+            _check_begins(unit, rows, is_prompt & keep, keep)
+            has_loss &= (keep | np.repeat(says_loss, rows.lengths))[tokens]  # padding is neither prompt nor learned
+        mask[tokens] &= has_loss
         says_loss |= is_read
         has_labels |= is_read if name in LABELS else False
     _check_like_first(unit, rows, columns, first_row, says_loss)
@@ -109,17 +125,24 @@ def _loss_of(unit: WorkUnit, rows: TokenRows, name: str, column: Column, tokens:
         raise InputError(
             f"{where(unit, row)}: {name!r} has {value} for token {int(flat[place])}; {rule}. {_ANOTHER_LOSS}"
         )
-    if name != PROMPT_MASK:
-        return mask
-    begins = np.zeros(len(mask) + 1, dtype=bool)
-    begins[np.cumsum(column.counts) - column.counts] = True
-    if (is_late := mask & ~np.concatenate([[False], mask[:-1]]) & ~begins[:-1]).any():
-        row = rows.first_row + row_of(rows.lengths, int(np.flatnonzero(tokens)[int(np.argmax(is_late))]))
+    return ~mask if name == PROMPT_MASK else mask
+
+
+def _check_begins(unit: WorkUnit, rows: TokenRows, is_prompt: np.ndarray, keep: np.ndarray) -> None:
+    """Raise ``InputError`` for a row whose prompt does not begin it, once its padding is cut off."""
+    if (is_late := _begins_stretch(is_prompt, rows.lengths) & ~_begins_stretch(keep, rows.lengths)).any():
+        row = rows.first_row + row_of(rows.lengths, int(np.argmax(is_late)))
         raise InputError(
-            f"{where(unit, row)}: {name!r} is to be 1 for the tokens of a prompt, which begins the row, and it is not; "
-            "give a loss_mask instead, 1 for each token that has a loss"
+            f"{where(unit, row)}: {PROMPT_MASK!r} is to be 1 for the tokens of a prompt, which begins the row, and it "
+            "is not; give a loss_mask instead, 1 for each token that has a loss"
         )
-    return ~mask
+
+
+def _begins_stretch(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Where stretches of true values begin in each row."""
+    begins_row = np.zeros(len(values) + 1, dtype=bool)
+    begins_row[np.cumsum(lengths) - lengths] = True
+    return values & (begins_row[:-1] | ~np.concatenate([[False], values[:-1]]))
 
 
 def _check_like_first(
@@ -141,14 +164,15 @@ def _quoted(names: tuple[str, ...] | list[str]) -> str:
     return " and ".join(map(repr, names)) or "no labels and no mask"
 
 
-def _unpadded(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column]) -> TokenRows:
-    """The rows without the padding at their ends; one of padding alone has no token."""
+def _kept(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column]) -> np.ndarray:
+    """Which tokens are no padding: in each row all, or one stretch of them."""
+    keep = np.ones(len(rows.flat), dtype=bool)
     if PADDING not in columns:
-        return rows
+        return keep
     column = columns[PADDING]
     values = _per_token(unit, rows, PADDING, column, column.is_given).values
     if (values == 1).all():
-        return rows
+        return keep
     tokens = np.repeat(column.is_given, rows.lengths)
     if (is_wrong := (values != 0) & (values != 1)).any():
         row = rows.first_row + row_of(rows.lengths, int(np.flatnonzero(tokens)[int(np.argmax(is_wrong))]))
@@ -157,18 +181,20 @@ def _unpadded(unit: WorkUnit, rows: TokenRows, columns: dict[str, Column]) -> To
             f"{values[int(np.argmax(is_wrong))].item()}; it is to be 0 for padding and 1 for other tokens: mend it or "
             "leave the column out"
         )
-    keep = np.ones(len(rows.flat), dtype=bool)
     keep[tokens] = values == 1
-    starts = np.cumsum(rows.lengths) - rows.lengths
-    begins = np.zeros(len(keep) + 1, dtype=bool)
-    begins[starts] = True
-    begins_stretch = keep & (begins[:-1] | ~np.concatenate([[False], keep[:-1]]))
-    if (is_broken := _sums(begins_stretch, rows.lengths) > 1).any():
+    if (is_broken := _sums(_begins_stretch(keep, rows.lengths), rows.lengths) > 1).any():
         place = where(unit, rows.first_row + int(np.argmax(is_broken)))
         raise InputError(
             f"{place}: {PADDING!r} hides a token between others; only padding at the ends is cut off: leave such "
             f"tokens out, or give them the label {IGNORED} instead"
         )
+    return keep
+
+
+def _unpadded(unit: WorkUnit, rows: TokenRows, keep: np.ndarray) -> TokenRows:
+    """The rows without the padding at their ends; one of padding alone has no token."""
+    if keep.all():
+        return rows
     if rows.loss_mask is not None and (has_loss := rows.loss_mask & ~keep).any():
         row = rows.first_row + row_of(rows.lengths, int(np.argmax(has_loss)))
         raise InputError(

@@ -41,8 +41,9 @@ def tiles(summary: RunSummary) -> list[KeyFigure]:
 
 def headline(summary: RunSummary, *, label: str) -> str:
     """One line under a title that says ``label``."""
-    sizes = {"rank": summary.num_ranks, "step": summary.num_steps, "token": summary.num_tokens}
-    parts = [f"policy {summary.policy}", *(counted(number_of, noun) for noun, number_of in sizes.items())]
+    sizes = {"step": summary.num_steps, "token": summary.num_tokens}
+    ranks = f"{summary.ranks_in_words} rank{'s' * (summary.num_ranks > 1)}"
+    parts = [f"policy {summary.policy}", ranks, *(counted(number_of, noun) for noun, number_of in sizes.items())]
     return " · ".join(parts if label == summary.name else [summary.name, *parts])
 
 
@@ -152,7 +153,7 @@ def _ranks(record: RunRecord, summary: RunSummary) -> str:
     cluster, device = record.corpus.get("cluster"), record.setting("train", "device")
     where = cluster or record.setting("cluster", "name") or (device if device != "auto" else "")
     dtype = record.setting("train", "dtype")
-    return f"{summary.num_ranks}" + (f" on {where}" if where else "") + (f", {dtype}" if dtype else "")
+    return summary.ranks_in_words + (f" on {where}" if where else "") + (f", {dtype}" if dtype else "")
 
 
 def _corpus(record: RunRecord) -> str:
