@@ -113,3 +113,51 @@ def test_decisions_are_looked_for_again_where_a_loop_compares():
     with pytest.raises(CheckError, match="learns something else from packs"):
         run.compare()
     run.close()
+
+
+class Scaling(Branching):
+    """Doubles what it returns, where it decides so."""
+
+    def run(self, x, idx):
+        x = Plain.run(self, x, idx)
+        return 2 * x if self.decide(x.shape[1]) else x
+
+
+EXAMPLES = [np.arange(first, first + 12) % VOCAB for first in range(0, VOCAB, 12)]
+"""All tokens, in sequences of one length."""
+BROUGHT = {
+    "packs": (
+        Branching,
+        lambda n: n > 130,
+        (12,) * 20,
+        r"make packs of 240 tokens, and all examples together had \d+ ",
+    ),
+    "lengths": (
+        Scaling,
+        lambda n: n == 3,
+        (12, 3, 12),
+        r"lengths at which the forward decides otherwise .*example \(3;",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROUGHT)
+def test_sizes_that_only_a_loop_brings_are_compared_before_they_are_trained(case):
+    kind, decide, lengths, reason = BROUGHT[case]
+    options = OPTIONS | {"policy": "packed", "steps": 2, "packing": "always"}
+    message = rf"step 0: since prepare, sequences .*{reason}.* learns something else"
+    with lw.prepare(branching(decide, kind), EXAMPLES, **options) as run, pytest.raises(CheckError, match=message):
+        next(iter(run.step(rows(lengths))))
+
+
+def test_sizes_that_change_nothing_are_compared_once():
+    options = OPTIONS | {"policy": "packed", "steps": 4, "packing": "always"}
+    with lw.prepare(branching(lambda n: n > 130, Plain), EXAMPLES, **options) as run:
+        again, run.check_again = run.check_again, lambda: called.append(True) or again()
+        called = []
+        for lengths in ((12,) * 20, (12,) * 30, (5, 12)):
+            step = run.step(rows(lengths))
+            for micro_batch in step:
+                step.backward(run.model(**micro_batch.inputs)[1])
+            step.update()
+        assert len(called) == 1

@@ -35,7 +35,7 @@ def check_packs(
         CheckError: packs change what the model learns.
     """
     size, longest = options.slot_tokens, lengths.max_length // options.slot_tokens
-    largest = largest_pack(prepared, options, lengths)
+    largest = largest_pack(prepared, options, int(lengths.num_tokens) // size)
 
     def limit_packs(problem: str) -> None:
         if not FEWEST_SLOTS <= longest < largest or crowding_problem(prepared, longest):
@@ -65,12 +65,10 @@ def check_packs(
         limit_packs(error.marked)
 
 
-def largest_pack(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex) -> int:
-    """Slots of the largest pack that is compared: of what plans may make of the corpus, and a model may be given."""
+def largest_pack(prepared: PreparedModel, options: PrepareOptions, num_slots: int) -> int:
+    """Slots of the largest pack that is compared: of what plans may make of ``num_slots``, and a model may be given."""
     size, most_slots = options.slot_tokens, prepared.wrapped_model.most_slots or MOST_SLOTS
-    return min(
-        MOST_SLOTS, most_slots, int(lengths.num_tokens) // size, (options.max_tokens or MOST_SLOTS * size) // size
-    )
+    return min(MOST_SLOTS, most_slots, num_slots, (options.max_tokens or MOST_SLOTS * size) // size)
 
 
 def with_pack_limit(prepared: PreparedModel, options: PrepareOptions) -> PrepareOptions:

@@ -65,6 +65,7 @@ from lengthwise.session.model_checks import (
     forward_errors_named,
 )
 from lengthwise.session.new_kinds import NewKinds
+from lengthwise.session.new_sizes import NewSizes
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
 from lengthwise.session.pack_limit import with_pack_limit
@@ -162,10 +163,10 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         prepared.close()
         raise
     run.limits_own_batches = chosen.steps is not None
-    kinds = NewKinds(prepared)
-    run.check_again = partial(compare_again, prepared, chosen, kinds, sequences.computed_lengths)
+    kinds, sizes = NewKinds(prepared), NewSizes(prepared, chosen, sequences.computed_lengths)
+    run.check_again = partial(compare_again, prepared, chosen, kinds, sizes)
     run.compares_changes = chosen.check
-    run.changes_of_items = kinds.changes
+    run.changes_of_items = lambda items: sizes.changes(items) | kinds.changes(items)
     return run
 
 

@@ -6,15 +6,17 @@ import numpy as np
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.setting_names import as_option
-from lengthwise.core.errors import errors_spelt
+from lengthwise.core.errors import CheckError, errors_spelt
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import traced_lengths
 from lengthwise.runtime.verify.compile_check import check_compiled
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
+from lengthwise.runtime.verify.crowded_packs import crowding_problem
 from lengthwise.runtime.verify.decision_packs import PackWays
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.long_tables import make_long_tables
 from lengthwise.runtime.verify.longest_check import check_longest
 from lengthwise.runtime.verify.prefix_check import check_shared_prefixes
 from lengthwise.runtime.wrap.preserved_state import preserve_state
@@ -22,6 +24,7 @@ from lengthwise.session.calibration import progress_bar
 from lengthwise.session.fallbacks import warn_of_numbers, warn_of_other_mean
 from lengthwise.session.meant_labels import warn_of_unread_labels
 from lengthwise.session.new_kinds import NewKinds
+from lengthwise.session.new_sizes import NewSizes
 from lengthwise.session.pack_limit import check_packs, largest_pack
 
 
@@ -33,9 +36,9 @@ def compare_with_stock(prepared: PreparedModel, options: PrepareOptions, lengths
         InputError: the model cannot be computed in packs at all.
     """
     check = partial(_check, prepared, options, lengths.max_length)
-    check_packs(
-        prepared, options, lengths, check, partial(_check_ways, prepared, options, _ways(prepared, options, lengths))
-    )
+    ways = PackWays(prepared, np.asarray(lengths.lengths) // options.slot_tokens)
+    check_packs(prepared, options, lengths, check, partial(_check_ways, prepared, options, ways))
+    prepared.decides_anew = ways.is_new
     warn_of_unread_labels(prepared, options)
     warn_of_numbers(prepared)
     check_compiled(prepared)
@@ -43,16 +46,21 @@ def compare_with_stock(prepared: PreparedModel, options: PrepareOptions, lengths
         check_shared_prefixes(prepared)
 
 
-def compare_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds, lengths: LengthIndex) -> None:
+def compare_again(prepared: PreparedModel, options: PrepareOptions, kinds: NewKinds, sizes: NewSizes) -> None:
     """Compare short packs with the stock model, whose weights and settings may have changed since, or the items; and
-    packs of those ``lengths`` at which it decides otherwise now.
+    packs of those sizes at which it decides otherwise now, or that are larger than any before.
     """
     was_mean, prepared.wrapped_model.is_mean = prepared.wrapped_model.is_mean, None
-    with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new:
+    with errors_spelt(as_option), preserve_state(prepared.model), kinds.shown() as has_new, sizes.shown() as has_grown:
         short = traced_lengths(prepared.collator)[0] * options.slot_tokens
         _check(prepared, options, longest=short if has_new else None)
-        largest = largest_pack(prepared, options, lengths)
-        _check_ways(prepared, options, _ways(prepared, options, lengths), largest)
+        ways, largest = PackWays(prepared, sizes.lengths), largest_pack(prepared, options, sizes.num_slots)
+        _check_ways(prepared, options, ways, largest)
+        if has_grown:
+            make_long_tables(prepared, num_slots=largest, longest=int(sizes.lengths.max()))
+            if problem := crowding_problem(prepared, largest):
+                raise CheckError(problem)
+        prepared.decides_anew = ways.is_new
     if was_mean is not False:
         warn_of_other_mean(prepared)
 
@@ -71,10 +79,6 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int | None
             on_progress=advance,
         )
     check_longest(prepared, degrees=degrees, methods=options.sharing_methods, longest=num_slots)
-
-
-def _ways(prepared: PreparedModel, options: PrepareOptions, lengths: LengthIndex) -> PackWays:
-    return PackWays(prepared, np.asarray(lengths.lengths) // options.slot_tokens)
 
 
 def _check_ways(

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -60,6 +61,8 @@ class PreparedModel:
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
         self.one_stage_because = ""
         """Why plans have one pipeline stage, where that was looked at and they may have no more."""
+        self.decides_anew: Callable[[np.ndarray], np.ndarray] | None = None
+        """[L] for each of some lengths, whether the forward decides otherwise there than where packs were compared."""
         self.can_recompute = True
         """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None
@@ -354,9 +357,7 @@ class PreparedModel:
             self.update_weights()
 
     def move_state_to_host(self) -> None:
-        """Put master weights, summed gradients and optimizer into host memory, before the first step; every rank calls
-        this.
-        """
+        """Put master weights, summed gradients and optimizer into host memory; all ranks do, before the first step."""
         assert isinstance(self.state, ShardedState) and not self.state.on_host, "it is on the device, and of this run"
         by_layer, structure = self.gather is not None, self.wrapped_model.structure
         self.restore_weights()

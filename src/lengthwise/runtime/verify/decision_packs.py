@@ -89,6 +89,11 @@ class PackWays:
         for setting in settings:
             self._compare(setting)
 
+    def is_new(self, lengths: np.ndarray) -> np.ndarray:
+        """[L] for each of ``lengths``, whether the forward decides otherwise there than at every length compared."""
+        of_corpus = self._decisions.known_ways(self._of_corpus)
+        return ~np.isin(self._decisions.known_ways(lengths), of_corpus) | (lengths == 1)  # as in compare
+
     def _setting(self, lengths: tuple[int, ...], degree: int, method: Method) -> ComputeSetting:
         work = WORK.get(self._run.world.device.type, WORK["cuda"])
         has_gradients = sum(lengths) * self._run.num_params <= work

@@ -69,9 +69,10 @@ class LengthDecisions:
         """[L] the way of each of ``lengths``, by number; -1: not known. Every rank calls this, with the same."""
         while (num_slots := self._next(lengths)) is not None:
             self._call(num_slots)
-        return self._numbers(lengths)
+        return self.known_ways(lengths)
 
-    def _numbers(self, lengths: np.ndarray) -> np.ndarray:
+    def known_ways(self, lengths: np.ndarray) -> np.ndarray:
+        """[L] the same by the calls that were made; a rank may call it alone."""
         numbers = np.full(len(lengths), UNKNOWN)
         for number, way in reversed(list(enumerate(self.ways))):
             numbers[way.is_taken(lengths)] = number
@@ -83,7 +84,7 @@ class LengthDecisions:
         if not self.ways:
             chosen = self._first(int(lengths.max()))
         elif len(self.ways) < MOST_CALLS and self._spent_s < MOST_SECONDS:
-            unknown = lengths[self._numbers(lengths) == UNKNOWN]
+            unknown = lengths[self.known_ways(lengths) == UNKNOWN]
             unknown = unknown[(unknown > 1) & (unknown <= slots_of_a_forward(self.run))]
             chosen = next(filter(self._is_told_apart, unknown[:LOOKED].tolist()), None)
             chosen = int(unknown[0]) if chosen is None and len(unknown) else chosen
