@@ -166,14 +166,14 @@ def _packed_undrawn(run: PreparedModel, setting: ComputeSetting, group: Any) -> 
     Raises:
         InputError: it draws some.
     """
-    states = random_states(run.world.device)
+    before = random_states(run.world.device)
     packed, _ = _packed(run, setting, group)
-    if random_states(run.world.device) == states or run.wrapped_model.by_sequence is not None:
+    drawn = [name for name, state in random_states(run.world.device).items() if state != before[name]]
+    if not drawn or run.wrapped_model.by_sequence is not None:
         return packed
     raise InputError(
-        f"the forward of {type(run.model).__name__} draws random numbers in a way that cannot be the same on all ranks "
-        "(Python's random, numpy.random, or a generator of its own); draw with dropout, torch.randn_like or "
-        "torch.rand_like"
+        f"the forward of {type(run.model).__name__} draws random numbers from {' and '.join(drawn)} in a way that "
+        "cannot be the same on all ranks; draw with dropout, torch.randn_like or torch.rand_like"
     )
 
 
