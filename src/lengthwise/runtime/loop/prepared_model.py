@@ -60,6 +60,7 @@ class PreparedModel:
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
         self.one_stage_because = ""
         """Why plans have one pipeline stage, where that was looked at and they may have no more."""
+        self.hidden_weights: frozenset[str] = frozenset()  # parameters that comparisons fill as they fill zeros
         self.can_recompute = True
         """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None
