@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths,
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
+from lengthwise.runtime.wrap.forward_patch import check_not_scripted
 from lengthwise.runtime.wrap.frozen_arguments import FrozenArguments, check_takes_tokens, frozen_arguments
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
@@ -43,6 +44,7 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
             f"{type(model).__name__} is prepared already, or has parts of a prepared model; give a model of its own, "
             "such as copy.deepcopy(model)"
         )
+    check_not_scripted(model)
     model.to(run.world.device)
     first: InputError | CheckError | None = None
     for by_sequence, arguments in _ways_to_call(run, model):

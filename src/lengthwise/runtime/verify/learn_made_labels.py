@@ -105,7 +105,7 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     if drops_first and drops_last and has_effect(middle) is False:
         return None
     if not takes_ignored:
-        is_other = any(call.labels()[name].numel() != call.micro_batch.shard.num_slots for call in calls)
+        is_other = any(call.micro_batch.shard.num_slots not in call.labels()[name].shape for call in calls)
         is_other &= not _is_condition(run, name, call, (labels, *changed_labels(labels, middle)))
         return made(is_mean=False) if is_other else None
     if not start < middle < end:
@@ -156,10 +156,7 @@ def _is_number_in_loss(run: PreparedModel, name: str, call: _Call) -> bool:
     value = call.inputs[name]
     if not _is_of_sequence(value, call.micro_batch.shard.num_slots):
         return False
-    others = [value]
-    for number in range(2):
-        changed = pytree.tree_map_only(Tensor, partial(_changed, number=number), value)
-        others += [] if changed is None else [changed]
+    others = [value, *(pytree.tree_map_only(Tensor, partial(_changed, number=n), value) for n in range(2))]
     losses = [_loss(run, name, call, other) for other in others]
     numbers = {loss for loss in losses if loss is not None and loss == loss}
     return len(numbers) > 1 and not _is_condition(run, name, call, others)

@@ -267,7 +267,8 @@ def _check_labels_are_planned(passes: Sequence[Any], micro_batch: Any) -> None:
     number, has = forward.num_other_targets, f"{micro_batch.num_targets:,}"
     has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
     of_units = "" if forward.is_mean_of_pack else (
-        ". Where every sequence is to weigh the same, as of CTC, say step.backward(loss, mean_over='units')"
+        ". Where every sequence is to weigh the same, as of CTC, say step.backward(loss, mean_over='units'), and where "
+        "its tokens weigh it, mean_over='tokens'"
     )  # fmt: skip
     raise CheckError(
         f"the model was called with labels that have {number:,} targets, and its micro-batch has {has}, by which its "

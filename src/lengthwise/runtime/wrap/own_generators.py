@@ -12,6 +12,9 @@ from torch import nn
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
+MOST = 64
+"""Members of a list or dictionary that is looked into."""
+
 
 def generator_states(model: nn.Module) -> dict[str, Any]:
     """The states of the generators that modules have as attributes, alone or in lists and dictionaries, or that their
@@ -39,7 +42,7 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _members(value: Any) -> list[Any]:
     """A generator, or those in a list or dictionary."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-    return [inner for inner in values if isinstance(inner, _KINDS)]
+    return [inner for inner in values if isinstance(inner, _KINDS)] if len(values) <= MOST else []
 
 
 def _kind_of(generator: Any) -> str:
@@ -50,6 +53,8 @@ def _kind_of(generator: Any) -> str:
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
     if isinstance(generator, random.Random):
         return generator.getstate()
     is_legacy = isinstance(generator, np.random.RandomState)
