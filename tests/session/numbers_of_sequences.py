@@ -40,9 +40,9 @@ def inputs(micro_batch):
     return {"idx": micro_batch.tokens[None], "labels": micro_batch.column_by_sequence("value")}
 
 
-def model():
+def model(kind=Pooled):
     torch.manual_seed(0)
-    return Pooled().double()
+    return kind().double()
 
 
 def penalty(of):

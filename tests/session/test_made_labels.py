@@ -255,3 +255,45 @@ def test_labels_weigh_as_planned_where_others_say_which_count_and_classes_weigh_
     sum(stock(row[None], *arguments(row)) * n / sum(counts) for row, n in zip(tokens, counts)).backward()
     pairs = zip(stock.parameters(), model.parameters())
     assert max(float((p - OPTIONS["lr"] * p.grad - q).detach().abs().max()) for p, q in pairs) < 1e-12
+
+
+class Transcribing(Plain):
+    """Labels of their own number, fewer than the tokens, which CTC aligns."""
+
+    def forward(self, idx, labels):
+        log_probs = self.head(self.norm(self.run(self.embed(idx), idx))).log_softmax(-1).transpose(0, 1)
+        sizes = torch.tensor([len(log_probs)]), torch.tensor([labels.shape[1]])
+        return {"loss": F.ctc_loss(log_probs, labels, *sizes, zero_infinity=True)}
+
+
+def transcripts(micro_batch):
+    labels = torch.cat([_transcript(row) for row in micro_batch.sequences], 1)
+    return {"idx": micro_batch.tokens[None], "labels": labels}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("loss", [None, lambda output, micro_batch: output["loss"]], ids=["its own", "loss="])
+def test_labels_of_their_own_number_need_a_word_of_what_their_loss_is_a_mean_over(loss):
+    options = {"steps": 1, "inputs": transcripts, "loss": loss, "objective": "every-token", **OPTIONS}
+    torch.manual_seed(0)
+    model = Transcribing().double()
+    stock = copy.deepcopy(model)
+    run = lw.prepare(model, rows(), **options)
+    with pytest.raises(CheckError, match=r"labels that have \d+ targets, and .* has \d+,.*mean_over='units'"):
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)["loss"])
+    run.close()
+    run = lw.prepare(model, rows(), **options)
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)["loss"], mean_over="units")
+        loss = step.update().loss
+    run.close()
+    with torch.no_grad():
+        of_each = [stock(torch.as_tensor(row)[None], _transcript(row))["loss"] for row in rows()]
+    assert loss == pytest.approx(float(sum(of_each)) / len(of_each), rel=1e-12)
+
+
+def _transcript(row):
+    return (torch.as_tensor(np.asarray(row))[:: 2 + int(row[0]) % 3] % (VOCAB - 11) + 1)[None]

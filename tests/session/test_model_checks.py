@@ -8,6 +8,7 @@ from torch import nn
 import lengthwise as lw
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.session.model_checks import check_model, forward_errors_named
 from tests.session import models
 
@@ -18,6 +19,30 @@ def test_a_model_of_which_a_part_is_compiled_in_place_is_refused():
     model[1].compile()
     with pytest.raises(InputError, match=r"1 of Sequential is compiled, .*: leave compile\(\) out"):
         check_model(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("made", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_what_torch_jit_made_is_refused_by_its_path(made):
+    for model, name in (
+        (nn.Sequential(nn.Linear(2, 2), made(nn.Linear(2, 2))), "1 of Sequential"),
+        (made(nn.Linear(2, 2)), ""),
+    ):
+        with pytest.raises(
+            InputError, match=rf"{name}.* was made by torch.jit.script or torch.jit.trace, .*put the module in"
+        ):
+            lw.prepare(model, models.rows(), verbose=False)
+
+
+class OfProperty(nn.Module):
+    @property
+    def forward(self):
+        return lambda x: x
+
+
+def test_a_forward_that_is_a_property_is_refused():
+    with pytest.raises(InputError, match=r"forward of OfProperty is a property.*: make it a method"):
+        PreparedForward(OfProperty(), lambda x: x)
 
 
 CALL = "a pack of one sequence, of 11 or 7 slots, in float64 on cpu"

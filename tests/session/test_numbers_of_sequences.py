@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, InputError
-from tests.session.numbers_of_sequences import LOSSES, inputs, items, model, trained
+from tests.session.numbers_of_sequences import LOSSES, Pooled, inputs, items, model, trained
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.structures import Plain
 
@@ -32,10 +32,23 @@ def test_each_mean_is_that_of_a_plain_loop(ranks, num_ranks):
 
 
 def prepared(kind, **options):
-    pooled = model()
-    return pooled, lw.prepare(
-        pooled, items(kind), inputs=inputs, loss_columns=("value",), steps=1, **OPTIONS, **options
-    )
+    pooled = model(OfAny)
+    options = {"inputs": inputs, "loss_columns": ("value",), "steps": 1, **OPTIONS} | options
+    return pooled, lw.prepare(pooled, items(kind), **options)
+
+
+class OfAny(Pooled):
+    """Takes labels, or lists of what is to be found in each sequence, as detection does."""
+
+    def forward(self, idx, labels):
+        if isinstance(labels, list):
+            labels = torch.stack([found["boxes"].mean() for found in labels])
+        return super().forward(idx, labels)
+
+
+def listed(micro_batch):
+    boxes = micro_batch.column_by_sequence("value")
+    return {"idx": micro_batch.tokens[None], "labels": [{"boxes": box + torch.zeros(2, 1)} for box in boxes]}
 
 
 def test_another_function_of_a_mean_over_sequences_is_refused():
@@ -48,13 +61,22 @@ def test_another_function_of_a_mean_over_sequences_is_refused():
         run.close()
 
 
-def test_regression_is_told_of_its_weights_and_a_class_or_a_condition_is_not(caplog):
-    said = r"the loss of Pooled depends on labels, of which a sequence has one .* mean_over='units'"
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss": lambda output, micro_batch: output}, {"inputs": listed}],
+    ids=["a number", "a number and loss=", "lists"],
+)
+def test_regression_is_told_of_its_weights(options, caplog):
+    with caplog.at_level(logging.WARNING):
+        prepared("number", **options)[1].close()
+    said = r"the loss of OfAny depends on labels, of which a sequence has one .* mean_over='units'"
+    assert any(re.search(said, record.getMessage()) for record in caplog.records)
+
+
+def test_a_class_is_not_told_of_its_weight(caplog):
     with caplog.at_level(logging.WARNING):
         prepared("class")[1].close()
-        assert not [record for record in caplog.records if "depends on" in record.getMessage()]
-        prepared("number")[1].close()
-    assert any(re.search(said, record.getMessage()) for record in caplog.records)
+    assert not [record for record in caplog.records if "depends on" in record.getMessage()]
 
 
 @pytest.mark.parametrize("mean_over", ["units", "tokens"])

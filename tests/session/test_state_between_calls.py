@@ -1,7 +1,10 @@
 """What forwards leave behind in a model is harmless, or refused by its name; a loss that is nan is named as such."""
 
+import random
+import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -9,6 +12,7 @@ from torch import nn
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls
 from tests.session.structure_runs import OPTIONS, rows
 from tests.session.structures import Plain
 
@@ -163,3 +167,73 @@ def test_attributes_that_cannot_be_read_are_no_reason_to_fail():
     for module in model.modules():
         module.shared = shared
     lw.prepare(model, rows(), steps=1, **OPTIONS).close()
+
+
+class Drawing(Plain):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = torch.Generator()
+
+    def run(self, x, idx):
+        return super().run(x * torch.rand(x.shape[2], generator=self.noise).to(x), idx)
+
+
+def test_a_generator_of_a_models_own_is_refused_by_its_name():
+    said = r"draws from noise \(torch's Generator\), a random generator of its own.*; leave the generator out"
+    with pytest.raises(CheckError, match=said):
+        lw.prepare(Drawing().double(), rows(), steps=1, **OPTIONS)
+
+
+GENERATOR = np.random.default_rng(0)
+
+
+class OfModule(nn.Module):
+    """Draws from a generator that its module of Python has."""
+
+    def forward(self):
+        GENERATOR.random()
+
+
+class OfAttribute(nn.Module):
+    """Draws from a generator in a list."""
+
+    def __init__(self, generator, draw):
+        super().__init__()
+        self.held, self.draw = [generator], draw
+
+    def forward(self):
+        self.draw(self.held[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (OfModule(), r"GENERATOR of tests\.session\.test_state_between_calls \(numpy's Generator\)"),
+        (OfAttribute(np.random.RandomState(0), lambda held: held.rand()), r"held \(numpy's RandomState\)"),
+        (OfAttribute(random.Random(0), lambda held: held.random()), r"held \(random's Random\)"),
+    ],
+    ids=["of the module", "numpy's", "Python's"],
+)
+def test_generators_of_any_kind_are_named_where_they_were_drawn_from(model, name):
+    state = StateBetweenCalls(model)
+    assert "draws from" not in state.described()
+    model()
+    with pytest.raises(CheckError, match=rf"draws from {name}, a random generator of its own"):
+        raise state.error()
+
+
+class Wondering(Plain):
+    """Warns of what its data does not have."""
+
+    def run(self, x, idx):
+        if idx.shape[1] not in (12, 20):
+            warnings.warn("an odd length", stacklevel=1)
+        return super().run(x, idx)
+
+
+def test_made_up_sequences_warn_of_nothing_and_end_nothing_where_warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lw.prepare(Wondering().double(), [[1] * 12, [2] * 20], steps=1, **OPTIONS).close()

@@ -17,7 +17,7 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.compile.graphs import check_compiler
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
-from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.forward_patch import PreparedForward, check_not_scripted
 from lengthwise.runtime.wrap.gradient_changes import has_hook_after_accumulation
 from lengthwise.runtime.wrap.user_functions import label_advice, line_of, raised_by
 from lengthwise.session.adapter_checks import check_adapters
@@ -140,6 +140,7 @@ def _check_not_wrapped(model: nn.Module, *, may_be_compiled: bool) -> None:
             f"{name} is compiled as a whole, and attention in compiled code cannot be shared by ranks: give "
             "model._orig_mod, and say compile=True, which compiles its layers around their attention"
         )
+    check_not_scripted(model)
     for key, module in [] if may_be_compiled else model.named_modules():
         if is_compiled(module) or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(

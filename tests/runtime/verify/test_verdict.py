@@ -61,7 +61,7 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_class_and_way_out(ranks)
     for raised in ranks(2).run(_refused):
         for (error, is_stock, kind, message), (kind_here, text, reason) in zip(CASES, raised, strict=True):
             assert kind_here == kind.__name__ and text.startswith(message), error
-            expected = "CheckError" if is_stock else "NotComputedError"
+            expected = "FailsAloneError" if is_stock else "NotComputedError"
             assert reason == (expected if kind is NotInThisDtype else "")
 
 

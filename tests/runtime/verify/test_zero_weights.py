@@ -73,6 +73,55 @@ HIDDEN = {
 }
 
 
+class AllButClosedBlock(GatedBlock):
+    """Behind a gate whose derivative is below all that is compared."""
+
+    def __init__(self, oddity):
+        super().__init__(oddity)
+        nn.init.constant_(self.gate, -30.0)
+
+    def gated(self, gate, change):
+        return gate.sigmoid() * change
+
+
+class DeadBlock(AllButClosedBlock):
+    """Behind a ReLU that no token reaches."""
+
+    def gated(self, gate, change):
+        return F.relu(change + gate)
+
+
+class AllButClosed(Gated):
+    block = AllButClosedBlock
+
+
+class Dead(Gated):
+    block = DeadBlock
+
+
+@pytest.mark.parametrize("kind", [AllButClosed, Dead])
+def test_what_a_gate_that_is_all_but_closed_hides_is_refused(ranks, kind):
+    assert ranks(1).run(compared, kind, "") == [""]
+    said = ranks(1).run(compared, kind, "short convolution")[0]
+    assert re.search(HIDDEN["short convolution"].replace("GatedBlock", kind.block.__name__), said), said
+
+
+def compared(kind, oddity):
+    """What a comparison says of a model whose gates are as they begin, and whose weights are as before after it."""
+    model = built(kind, oddity)
+    before = bits(model.state_dict())
+    run = run_with(model, start_world("cpu"))
+    said = ""
+    try:
+        check_exact(run, degrees=[1])
+    except CheckError as error:
+        said = str(error)
+    after = bits(model.state_dict())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    run.close()
+    return said
+
+
 ELSEWHERE = ("log-n scaling", "keys of the layer before")
 """Refused without a gate in test_gradient_check."""
 

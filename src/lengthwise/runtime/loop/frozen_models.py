@@ -21,6 +21,7 @@ from lengthwise.runtime.loop.synthetic_batches import synthetic, traced_lengths,
 from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
+from lengthwise.runtime.wrap.forward_patch import check_not_scripted
 from lengthwise.runtime.wrap.frozen_arguments import FrozenArguments, check_takes_tokens, frozen_arguments
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.sequence_labels import classifies_sequences
@@ -41,6 +42,7 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
         CheckError: its outputs on a pack are not those on single sequences.
     """
     check_shared_parts(model, run.models, by_layer=run.wrapped_model.layers.gather is not None)
+    check_not_scripted(model)
     model.to(run.world.device)
     first: InputError | CheckError | None = None
     for by_sequence, arguments in _ways_to_call(run, model):

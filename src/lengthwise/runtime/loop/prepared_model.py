@@ -63,6 +63,7 @@ class PreparedModel:
         """Why plans have one pipeline stage, where that was looked at and they may have no more."""
         self.decides_anew: Callable[[np.ndarray], np.ndarray] | None = None
         """[L] for each of some lengths, whether the forward decides otherwise there than where packs were compared."""
+        self.hidden_weights: frozenset[str] = frozenset()  # parameters that comparisons fill as they fill zeros
         self.can_recompute = True
         """Whether plans may recompute layers: ``recompute="none"`` leaves that out of a comparison."""
         self.check_ids: CheckIds = lambda token, label: None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
@@ -23,6 +23,7 @@ from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, va
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
 from lengthwise.runtime.verify.batch_losses import check_loss_of_sequences
+from lengthwise.runtime.verify.closed_gates import ClosedGates
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
@@ -34,7 +35,7 @@ from lengthwise.runtime.verify.stock_call import (
     gradients_in_pack,
 )
 from lengthwise.runtime.verify.summed_losses import check_loss_is_no_sum
-from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.verify.verdict import FailsAloneError, NotComputedError, NotInThisDtype, on_every_rank
 from lengthwise.runtime.verify.worst_difference import WorstDifference, worst_difference
 from lengthwise.runtime.verify.zero_weights import Fill, of_stock, warn_of_zeros
 from lengthwise.runtime.wrap.context import ALMOST_ONE, ALMOST_ZERO
@@ -82,11 +83,13 @@ def check_exact(
     most_slots = run.wrapped_model.most_slots
     settings = [replace(s, head_groups=head_groups, lengths=within(most_slots, s.lengths)) for s in settings]
 
+    gates = ClosedGates(run)
+
     def compare(tolerance: Tolerance, fill: Fill) -> None:
         state = StateBetweenCalls(run.model, saved_buffers=False)
         try:
             with short_tiles(run.wrapped_model.tiles):
-                compare_settings(run, settings, tolerance, fill, on_progress)
+                compare_settings(run, settings, tolerance, fill, on_progress, gates)
         except StateError as error:
             raise error if error.is_named else state.error() from None
         finally:
@@ -96,6 +99,16 @@ def check_exact(
     check_loss_is_no_sum(run)
     slots = [length for setting in settings if setting.gradients for length in setting.lengths]
     check_order = partial(watch.check, run, (min(slots), max(slots), longest or max(slots)))
+    unfilled = _compare_and_order(run, compare, check_order)
+    _compare_with_gates_open(run, settings, gates.names)
+    check_loss_of_sequences(run, Fill.NOTHING if unfilled else Fill.SIGNED)
+    warn_of_zeros(run, unfilled)
+
+
+def _compare_and_order(
+    run: PreparedModel, compare: Callable[[Tolerance, Fill], None], check_order: Callable[[], None]
+) -> str:
+    """Compare packs, and then check that the order of calls matters to nothing; says why zeros stayed, if they did."""
     try:
         unfilled = compare_precisely(run, compare)
     except CheckError as error:
@@ -103,8 +116,29 @@ def check_exact(
             check_order()  # which is the reason then
         raise
     check_order()
-    check_loss_of_sequences(run, Fill.NOTHING if unfilled else Fill.SIGNED)
-    warn_of_zeros(run, unfilled)
+    return unfilled
+
+
+def _compare_with_gates_open(run: PreparedModel, settings: list[ComputeSetting], names: frozenset[str]) -> None:
+    """Compare packs again with other values of the parameters whose gradients are too small to be compared.
+
+    A model that cannot be computed with them keeps those that it has.
+
+    Raises:
+        CheckError: packs differ then.
+    """
+    if not names:
+        return
+    first, before = settings[0], run.hidden_weights
+    of_first = [s for s in settings if (s.lengths, s.kinds, s.recompute) == (first.lengths, first.kinds, "none")]
+    run.hidden_weights |= names
+    try:
+        with short_tiles(run.wrapped_model.tiles):
+            is_computed = not compare_precisely(run, partial(compare_settings, run, of_first))
+    except (InputError, InfeasibleError, FailsAloneError, NotComputedError):
+        is_computed = False
+    if not is_computed:
+        run.hidden_weights = before
 
 
 def compare_settings(
@@ -113,6 +147,7 @@ def compare_settings(
     tolerance: Tolerance,
     fill: Fill,
     on_progress: Callable[[float], None] = lambda share: None,
+    gates: ClosedGates | None = None,
 ) -> None:
     """Compare packs computed in each of the settings with the stock model; every rank calls this.
 
@@ -134,6 +169,8 @@ def compare_settings(
                 stock = partial(of_stock, run, stock, fill)
                 alone, alone_of = on_every_rank(run, stock, what, is_stock=True), key
                 on_every_rank(run, partial(check_buffers, run.model, before))
+                if gates is not None:
+                    gates.note(alone, tolerance)
             shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
@@ -166,14 +203,14 @@ def _packed_undrawn(run: PreparedModel, setting: ComputeSetting, group: Any) -> 
     Raises:
         InputError: it draws some.
     """
-    states = random_states(run.world.device)
+    before = random_states(run.world.device)
     packed, _ = _packed(run, setting, group)
-    if random_states(run.world.device) == states or run.wrapped_model.by_sequence is not None:
+    drawn = [name for name, state in random_states(run.world.device).items() if state != before[name]]
+    if not drawn or run.wrapped_model.by_sequence is not None:
         return packed
     raise InputError(
-        f"the forward of {type(run.model).__name__} draws random numbers in a way that cannot be the same on all ranks "
-        "(Python's random, numpy.random, or a generator of its own); draw with dropout, torch.randn_like or "
-        "torch.rand_like"
+        f"the forward of {type(run.model).__name__} draws random numbers from {' and '.join(drawn)} in a way that "
+        "cannot be the same on all ranks; draw with dropout, torch.randn_like or torch.rand_like"
     )
 
 

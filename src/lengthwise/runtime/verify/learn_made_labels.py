@@ -104,7 +104,11 @@ def _learned(run: PreparedModel, name: str, calls: list[_Call]) -> MadeLabels | 
     start, end, middle = int(drops_first), size - int(drops_last), size // 2
     if drops_first and drops_last and has_effect(middle) is False:
         return None
-    if not takes_ignored or not start < middle < end:
+    if not takes_ignored:
+        is_other = any(call.micro_batch.shard.num_slots not in call.labels()[name].shape for call in calls)
+        is_other &= not _is_condition(run, name, call, (labels, *changed_labels(labels, middle)))
+        return made(is_mean=False) if is_other else None
+    if not start < middle < end:
         return None
     parts = [loss_of(_only(labels, part, ignored)) for part in (slice(start, middle), slice(middle, end))]
     before, after = parts
@@ -140,7 +144,7 @@ def numbers_in_loss(run: PreparedModel) -> list[str]:
 
     ``inputs=`` makes them; such are the targets of regression. Every rank calls this.
     """
-    if run.wrapped_model.make_inputs is None or run.wrapped_model.has_own_loss:
+    if run.wrapped_model.make_inputs is None:
         return []
     lengths = traced_lengths(run.collator)
     with synthetic(run, lengths):
@@ -150,14 +154,34 @@ def numbers_in_loss(run: PreparedModel) -> list[str]:
 
 def _is_number_in_loss(run: PreparedModel, name: str, call: _Call) -> bool:
     value = call.inputs[name]
-    if not isinstance(value, Tensor) or value.dim() not in (1, 2) or len(value) != 1 or not value.numel():
+    if not _is_of_sequence(value, call.micro_batch.shard.num_slots):
         return False
-    if call.micro_batch.shard.num_slots in value.shape:
-        return False
-    others = [value + 1.0] if value.is_floating_point() else [*changed_labels(value, 0)] if is_labels(value) else []
-    losses = [_loss(run, name, call, other) for other in (value, *others)]
+    others = [value, *(pytree.tree_map_only(Tensor, partial(_changed, number=n), value) for n in range(2))]
+    losses = [_loss(run, name, call, other) for other in others]
     numbers = {loss for loss in losses if loss is not None and loss == loss}
-    return len(numbers) > 1 and not _is_condition(run, name, call, (value, *others))
+    return len(numbers) > 1 and not _is_condition(run, name, call, others)
+
+
+def _is_of_sequence(value: Any, num_slots: int) -> bool:
+    """Whether an argument is a number or a row for the only sequence of a call, or a list of what it has, such as the
+    classes and boxes of what is to be found in it.
+    """
+    tensors = _tensors(value)
+    return (
+        isinstance(value, Tensor | list | tuple)
+        and (not isinstance(value, Tensor) or value.dim() > 0)
+        and len(value) == 1
+        and all(tensor.numel() and num_slots not in tensor.shape for tensor in tensors)
+        and bool(tensors)
+    )
+
+
+def _changed(value: Tensor, number: int) -> Tensor:
+    """Other numbers or labels than those of a sequence, of which there are several."""
+    if value.is_floating_point():
+        return value + 1.0 + number
+    others = [*changed_labels(value, 0)] if is_labels(value) else []
+    return others[number] if number < len(others) else value
 
 
 def _is_condition(run: PreparedModel, name: str, call: _Call, different: Sequence[Tensor]) -> bool:

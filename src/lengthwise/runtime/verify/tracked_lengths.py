@@ -148,10 +148,10 @@ class TrackedNumber:
         return int(self)
 
     def __floor__(self) -> Any:
-        return self._mapped(floor(self.plain), "floor", np.floor)
+        return self._mapped(floor(self.plain), "floor", lambda values: np.floor(values).astype(np.int64))
 
     def __ceil__(self) -> Any:
-        return self._mapped(ceil(self.plain), "ceil", np.ceil)
+        return self._mapped(ceil(self.plain), "ceil", lambda values: np.ceil(values).astype(np.int64))
 
     def __round__(self, digits: Any = None) -> Any:
         rounded = round(self.plain) if digits is None else round(self.plain, digits)

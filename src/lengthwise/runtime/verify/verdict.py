@@ -27,6 +27,10 @@ class NotComputedError(CheckError):
     """The model fails with an error where plans compute it otherwise than its user."""
 
 
+class FailsAloneError(CheckError):
+    """The model fails on a sequence alone, called as its user calls it."""
+
+
 class NotWithTheseWeights(Exception):  # noqa: N818 - an outcome, not a fault
     """The model cannot be compared while its weights of zero have other values."""
 
@@ -58,7 +62,7 @@ def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", 
         return result
     kind, message = broadcast_json(run.world, failure, source=first)
     if kind == "dtype":
-        raise NotInThisDtype(CheckError(message) if is_stock else NotComputedError(message))
+        raise NotInThisDtype(FailsAloneError(message) if is_stock else NotComputedError(message))
     if kind == "weights":
         raise NotWithTheseWeights(message)
     raise next(

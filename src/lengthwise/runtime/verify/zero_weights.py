@@ -110,6 +110,8 @@ def of_stock(run: PreparedModel, compute: Callable[[], GradientResult], fill: Fi
 def zeros_filled(run: PreparedModel, fill: Fill, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Within, trained weights that are exactly zero have values of ``fill``; afterwards all bits are as before.
 
+    So have all numbers of the parameters in ``run.hidden_weights``, whose gradients are too small to be compared.
+
     ``dtype``: what is computed in; None: the model's own.
     Where weights are gathered by layer, or FSDP2 has them, this rank's share of them. Every rank enters it.
     """
@@ -124,17 +126,17 @@ def zeros_filled(run: PreparedModel, fill: Fill, dtype: torch.dtype | None = Non
         return
     with ExitStack() as restored, torch.no_grad():
         if run.gather is not None:
-            parts = _owned_parts(state)
+            parts = _owned_parts(state, run.hidden_weights)
         else:
             parameters = run.wrapped_model.structure.parameters
             starts = {name: slot.start for name, slot in state.table.slots.items()}
             parts = (
-                (parameter.data, starts[name], tuple(parameter.shape))
+                (parameter.data, starts[name], tuple(parameter.shape), name in run.hidden_weights)
                 for name, parameter in parameters.items()
                 if type(parameter) is nn.Parameter and parameter.layout == torch.strided
             )
-        for values, first, shape in parts:
-            _fill(values, first, _size(shape, scale), fill, restored)
+        for values, first, shape, is_whole in parts:
+            _fill(values, first, _size(shape, scale), fill, restored, is_whole=is_whole)
         with torch.enable_grad():
             yield
 
@@ -143,14 +145,16 @@ def _size(shape: tuple[int, ...], scale: float) -> float:
     return scale / max(1, prod(shape[1:])) ** 0.5
 
 
-def _owned_parts(state: ShardedWeights) -> Iterator[tuple[Tensor, int, tuple[int, ...]]]:
-    """What this rank's share has of each parameter, where in the buffer of all it begins, and its shape."""
+def _owned_parts(state: ShardedWeights, whole: frozenset[str]) -> Iterator[tuple[Tensor, int, tuple[int, ...], bool]]:
+    """What this rank's share has of each parameter, where in the buffer of all it begins, its shape, and whether it is
+    among those that are filled as a ``whole``.
+    """
     offset = 0
     for start, end in state.owned_layout.intervals[state.world.rank]:
-        for slot in state.table.slots.values():
+        for name, slot in state.table.slots.items():
             first, last = max(start, slot.interval[0]), min(end, slot.interval[1])
             if first < last:
-                yield state.master[offset : offset + last - first], first, slot.shape
+                yield state.master[offset : offset + last - first], first, slot.shape, name in whole
                 offset += last - first
 
 
@@ -192,14 +196,16 @@ def _shard_number(parameter: Any) -> int:
     return number << 40
 
 
-def _fill(values: Tensor, first: int, size: float, fill: Fill, restored: ExitStack) -> None:
-    """Fill the zeros of ``values``, the first of which is number ``first`` of all; ``restored`` is to undo it."""
+def _fill(values: Tensor, first: int, size: float, fill: Fill, restored: ExitStack, *, is_whole: bool = False) -> None:
+    """Fill the zeros of ``values``, or all numbers, the first of which is number ``first`` of all; ``restored`` is to
+    undo it.
+    """
     if not values.numel() or not values.is_floating_point():
         return
     rows = values.view(1) if not values.dim() else values
     width = rows[0].numel()
     for part in rows.split(max(1, AT_ONCE // width)):
-        is_zero = part == 0
+        is_zero = torch.ones_like(part, dtype=torch.bool) if is_whole else part == 0
         places = is_zero.flatten().nonzero().flatten()
         if len(places):
             restored.callback(_put_back, part, is_zero, part[is_zero])  # zeros have a sign

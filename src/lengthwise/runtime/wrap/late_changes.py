@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.compiled_modules import is_compiled
+from lengthwise.runtime.wrap.forward_patch import defined_forward
 from lengthwise.runtime.wrap.gradient_changes import has_hook_after_accumulation, is_ours
 
 Hook = Callable[..., Any]
@@ -188,7 +189,7 @@ def _is_given(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _forwards_of(module: nn.Module) -> tuple[Any, Any]:
-    return vars(module).get("forward"), type(module).forward
+    return vars(module).get("forward"), defined_forward(type(module))
 
 
 def _compiled_parts(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.forward_patch import defined_forward
 from lengthwise.runtime.wrap.model_accessors import input_embeddings
 
 Layers = Sequence[nn.Module]
@@ -110,7 +111,7 @@ def _called_together(lists: list[_List]) -> list[tuple[str, nn.Module]]:
 def _with_forward(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """A module, or those that it stands for if it cannot be called itself."""
     parts = _modules_in(path, module)
-    if type(module).forward is not nn.Module.forward or "forward" in vars(module) or not parts:
+    if defined_forward(type(module)) is not defined_forward(nn.Module) or "forward" in vars(module) or not parts:
         yield path, module
         return
     for inner, part in parts.items():

@@ -121,6 +121,8 @@ class LossCheck:
         _check_labels(wrapped_model, micro_batch)
         passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
         noted = [forward.noted for forward in passes if forward.num_other_targets is None]
+        if not noted:
+            _check_labels_are_planned(passes, micro_batch)
         if any(note.is_loss(loss) for note in noted) or micro_batch.num_targets == 0:
             return  # or a mean over nothing
         place, signature = place_of(micro_batch, num_targets=micro_batch.num_targets), signature_of(loss)
@@ -141,6 +143,7 @@ class LossCheck:
             self._is_missing = not is_known  # the next micro-batch's is looked at
             return
         if problem := _difference(loss.detach(), values, head, is_known=is_known):
+            _check_labels_are_planned(passes, micro_batch)
             raise CheckError(problem)
         self._is_due = False
         if not is_known and torch.isfinite(loss.detach()):
@@ -245,17 +248,7 @@ def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) ->
             _check_no_mean_over_targets(loss, passes, mean_over)
         return
     made_by = next((forward for forward in passes if forward.noted.is_loss(loss)), None)
-    others = [forward for forward in passes if forward.num_other_targets is not None]
-    number = next((forward.num_other_targets for forward in others if forward.noted.is_in(loss)), None)
-    if number is not None:
-        has = f"{micro_batch.num_targets:,}"
-        has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
-        raise CheckError(
-            f"the model was called with labels that have {number:,} targets, and its micro-batch has {has}, by which "
-            "its loss is weighted in the step; put such labels into the items, or make a loss of the logits by "
-            "micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and give it as step.backward(loss, "
-            "mean_over='step')"
-        )
+    _check_labels_are_planned([forward for forward in passes if forward.noted.is_in(loss)], micro_batch)
     is_counted = mean_over is None and any(forward.num_made_targets is not None for forward in passes)
     if made_by is None and not is_counted and micro_batch.handed_out.has_other_targets:
         raise CheckError(
@@ -264,6 +257,25 @@ def check_targets(loss: Tensor, micro_batch: Any, mean_over: MeanOver | None) ->
             "micro-batch, and for other targets make it by micro_batch.sum(values), divided by a number of the whole "
             "step, and give it as step.backward(loss, mean_over='step')"
         )
+
+
+def _check_labels_are_planned(passes: Sequence[Any], micro_batch: Any) -> None:
+    """Raise ``CheckError`` if one of these forwards had labels whose number is not what its loss is weighted by."""
+    forward = next((forward for forward in passes if forward.num_other_targets is not None), None)
+    if forward is None:
+        return
+    number, has = forward.num_other_targets, f"{micro_batch.num_targets:,}"
+    has = has if number != micro_batch.num_targets else f"as many in other sequences ({has})"
+    of_units = "" if forward.is_mean_of_pack else (
+        ". Where every sequence is to weigh the same, as of CTC, say step.backward(loss, mean_over='units'), and where "
+        "its tokens weigh it, mean_over='tokens'"
+    )  # fmt: skip
+    raise CheckError(
+        f"the model was called with labels that have {number:,} targets, and its micro-batch has {has}, by which its "
+        "loss is weighted in the step; put such labels into the items, or make a loss of the logits by "
+        "micro_batch.mean(values, over='tokens') or micro_batch.sum(values), and give it as step.backward(loss, "
+        f"mean_over='step'){of_units}"
+    )
 
 
 def _check_no_mean_over_targets(loss: Tensor, passes: Sequence[Any], mean_over: MeanOver) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.wrap.own_generators import generator_states
 
 FEW_NUMBERS = 1 << 12
 """A larger tensor is no counter and no running mean; a larger container is known by its length."""
@@ -52,7 +53,7 @@ class StateBetweenCalls:
     def __init__(self, model: nn.Module, *, saved_buffers: bool = True) -> None:
         """``saved_buffers``: whether buffers count that are saved with the model; False: others look at them."""
         self._model, self._saved_buffers = model, saved_buffers
-        self._before = values_of(model, saved_buffers)
+        self._before, self._generators = values_of(model, saved_buffers), generator_states(model)
 
     def changes(self) -> list[tuple[str, Any]]:
         """The attributes that forwards have changed since, and what they have now, words and modules first."""
@@ -71,13 +72,25 @@ class StateBetweenCalls:
 
     def error(self) -> StateError:
         """Why a forward gives something else where it is called again with the same inputs."""
-        return StateError(self.described(), is_named=bool(self.changes()))
+        return StateError(self.described(), is_named=bool(self._drawn() or self.changes()))
+
+    def _drawn(self) -> str:
+        """The generator of the model's own that was drawn from since; an empty string: none was."""
+        before = self._generators
+        return next((name for name, state in generator_states(self._model).items() if before.get(name) != state), "")
 
     def described(self, again: str = "it is called again with the same inputs") -> str:
         """Why results of the same inputs differ, in words, with the first attribute that has changed since.
 
         ``again``: when they differ.
         """
+        differs = f"The forward of {type(self._model).__name__} gives something else when {again}: it "
+        if drawn := self._drawn():
+            return (
+                f"{differs}draws from {drawn}, a random generator of its own, whose numbers would differ between ranks "
+                "and depend on how sequences are packed; leave the generator out, as dropout, torch.randn_like and "
+                "torch.rand_like do"
+            )
         first, way_out = "", "set it in the loop, once for each step, and leave it as it is in the forward"
         for name, value in self.changes()[:1]:
             first = f", such as its attribute {name}"
@@ -87,8 +100,8 @@ class StateBetweenCalls:
                 if isinstance(getattr(getattr(self._model, "config", None), leaf, None), str):
                     way_out = f"make the model with config.{leaf}={value!r}, which it then keeps"
         return (
-            f"The forward of {type(self._model).__name__} gives something else when {again}: it keeps state between "
-            f"calls{first}, which would differ between ranks and depend on how sequences are packed; {way_out}"
+            f"{differs}keeps state between calls{first}, which would differ between ranks and depend on how sequences "
+            f"are packed; {way_out}"
         )
 
 
