@@ -292,8 +292,10 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str) -> lis
     """The names, each once.
 
     Raises:
-        InputError: a name is not known; the message says of which ``setting``, and suggests the nearest.
+        InputError: there is none, or one is not known; the message says of which ``setting``, and suggests the nearest.
     """
+    if not names:
+        raise InputError(f"{setting} is an empty list; name at least one, such as {known[0]}, or leave it out")
     for name in names:
         if not name:
             raise InputError(f"{setting}: a name is empty; give some of {', '.join(known)}, or leave {setting} out")
