@@ -360,7 +360,7 @@ def test_lengths_to_profile_are_listed_or_quantiles_of_the_data(tmp_path):
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=problem):
             packs_to_measure(config, words)
-    with pytest.raises(InputError, match="a ladder up to 50 tokens: 2 rows, .*; raise --max-length or --max-tokens"):
+    with pytest.raises(InputError, match=r"a ladder up to 50 tokens: 2 rows, .*; raise --max-length or --max-tokens"):
         packs_to_measure(config, None, max_length=50)
     with pytest.raises(InputError, match="leave --max-length out"):
         packs_to_measure(config, "64,128", max_length=128)

@@ -109,11 +109,11 @@ def too_alike(packs: Sequence[tuple[int, ...]]) -> str:
     different = {tuple(features(pack).tolist()) for pack in packs}
     if len(different) < MIN_ROWS:
         return f"{len(packs)} rows, {len(different)} of them different; fitting a, b and c needs at least {MIN_ROWS}"
-    least, most = min(map(sum, packs)), max(map(sum, packs))
-    if most < LEAST_SPREAD * least:
+    smallest, largest = min(map(sum, packs)), max(map(sum, packs))
+    if largest < LEAST_SPREAD * smallest:
         return (
-            f"packs of {least:,} to {most:,} tokens alone; fitting a, b and c needs one of at least {LEAST_SPREAD:g} "
-            "times as many tokens as another"
+            f"packs of {smallest:,} to {largest:,} tokens alone; fitting a, b and c needs one of at least "
+            f"{LEAST_SPREAD:g} times as many tokens as another"
         )
     return ""
 
