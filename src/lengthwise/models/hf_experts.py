@@ -12,7 +12,7 @@ _SIZES = ("num_experts", "experts_per_token", "expert_size", "shared_size", "num
 _READ = frozenset(name for what in _SIZES for name in NAMES[what]) | {
     "moe_layer_freq", "moe_layers", "mlp_only_layers", "moe_layer_end_index", "interleave_moe_layer_step",
 }  # fmt: skip
-_OF_ROUTING = frozenset({"num_expert_group", "n_expert_groups", "moe_layer_interval", "expert_layer_offset"})
+_OF_ROUTING = frozenset({"num_expert_group", "expert_layer_offset"})
 """Whole numbers that say how tokens are routed, which changes no size."""
 _SWITCHES = ("is_moe", "enable_moe_block")
 
