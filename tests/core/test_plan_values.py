@@ -50,6 +50,32 @@ def changed(keys, value):
     return plan
 
 
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("lower_bound_s",), 1.5, "lower_bound_s = 1.5 is above time_s = 1"),
+        (
+            (*PIPELINE, "micro_batches", 1, "ids"),
+            [0],
+            "micro_batches[1].ids has sequence 0, which pipelines[0].micro_b",
+        ),
+        ((*MICRO_BATCH, "comm_s"), 1000.0, "pipelines[0].micro_batches[0]: comm_s = 1000 is a part of time_s = 1 and"),
+        (("pipelines", 1, "phase"), 0, ""),
+    ],
+)
+def test_what_is_changed_by_hand_may_not_contradict_the_rest(keys, value, message):
+    plan = changed(keys, value)
+    del plan["digest"]
+    if not message:  # of one phase
+        plan["pipelines"].pop()
+        plan["switch_s"], message = 0.5, "switch_s = 0.5, and a step of one phase switches nothing"
+    with pytest.raises(InputError, match=re.escape(message)):
+        StepPlan.from_json(plan)
+    same = document()
+    del same["digest"]
+    assert StepPlan.from_json(same).digest == document()["digest"]
+
+
 def whole(minimum, maximum):
     """Whole numbers that are taken, and values that are not."""
     return (minimum, maximum), (minimum - 1, maximum + 1, float(minimum), True, str(minimum), None)

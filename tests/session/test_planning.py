@@ -356,10 +356,13 @@ def test_lengths_to_profile_are_listed_or_quantiles_of_the_data(tmp_path):
     assert len([pack for pack in packs_to_measure(config, "quantiles") if len(pack) == 1]) == 8
     for words, problem in {
         "many": "is no list of lengths", "16,64": "is no list of lengths", "64": "name two lengths",
+        "64,65,66": "packs of 64 to 66 tokens alone; .* one of at least 1.5 times as many",
         "quantiles:1": "number of quantiles is from 2",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=problem):
             packs_to_measure(config, words)
+    with pytest.raises(InputError, match=r"a ladder up to 50 tokens: 2 rows, .*; raise --max-length or --max-tokens"):
+        packs_to_measure(config, None, max_length=50)
     with pytest.raises(InputError, match="leave --max-length out"):
         packs_to_measure(config, "64,128", max_length=128)
     with pytest.raises(InputError, match=r"set data\.index"):

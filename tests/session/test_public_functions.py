@@ -205,8 +205,11 @@ def test_lists_of_names_may_be_one_name_and_not_empty(lengths):
     twice = {**CLUSTER, "cluster": [CLUSTER["cluster"]] * 2}
     (result,) = lengthwise.compare(lengths, policies="static", methods="ring", steps=1, tokens=1e12, **twice).clusters
     assert [policy.policy for policy in result.ranked] == ["static"]
-    with pytest.raises(InputError, match="policies is an empty list"):
-        lengthwise.compare(lengths, policies=[], **CLUSTER)
+    for name in ("policies", "methods", "tokens_per_step", "network_gbit_per_s", "link_gbyte_per_s", "cluster"):
+        with pytest.raises(InputError, match=f"^{name} is an empty list; (name|give) at least one"):
+            lengthwise.compare(lengths, **{**CLUSTER, name: []})
+    with pytest.raises(InputError, match=r"^methods is an empty list; name at least one"):
+        lengthwise.plan(lengths, methods=(), steps=1, **CLUSTER)
     with pytest.raises(InputError, match="lengths is empty; pass one number"):
         lengthwise.plan([], **CLUSTER)
 

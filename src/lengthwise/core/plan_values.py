@@ -20,6 +20,8 @@ MAX_LAYERS = 1 << 16
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 1e12
 MAX_ID = (1 << 62) - 1
+ROUNDING = 1e-6
+"""Relative difference of seconds that were rounded where they were written."""
 
 _PLAN = {
     "schema_version", "step", "policy", "pipelines", "schemes", "loss_normaliser", "update_s", "time_s",
@@ -65,6 +67,33 @@ def check_plan_values(document: Any) -> None:
     _check_list(document["pipelines"], "pipelines")
     for number, pipeline in enumerate(document["pipelines"]):
         _check_pipeline(pipeline, f"pipelines[{number}]", num_schemes=len(schemes))
+
+
+def check_contradictions(document: dict[str, Any]) -> None:
+    """Check that the checked values of a plan which was written by hand do not contradict one another.
+
+    Raises:
+        InputError: a sequence is computed twice, a part of a time is longer than the whole, the bound is above the time
+            that it bounds, or a single phase is switched; the message names the field.
+    """
+    bound_s, time_s = document["lower_bound_s"], document["time_s"]
+    if bound_s > time_s * (1 + ROUNDING):
+        raise InputError(f"lower_bound_s = {bound_s:g} is above time_s = {time_s:g}; no time is below its lower bound")
+    if document["switch_s"] and all(pipeline["phase"] == 0 for pipeline in document["pipelines"]):
+        raise InputError(f"switch_s = {document['switch_s']:g}, and a step of one phase switches nothing; set it to 0")
+    places: dict[int, str] = {}
+    for number, pipeline in enumerate(document["pipelines"]):
+        for place, micro_batch in enumerate(pipeline["micro_batches"]):
+            where = f"pipelines[{number}].micro_batches[{place}]"
+            if micro_batch["comm_s"] > micro_batch["time_s"] * (1 + ROUNDING):
+                raise InputError(
+                    f"{where}: comm_s = {micro_batch['comm_s']:g} is a part of time_s = {micro_batch['time_s']:g} and "
+                    "above it"
+                )
+            for name in micro_batch["ids"]:
+                if name in places:
+                    raise InputError(f"{where}.ids has sequence {name}, which {places[name]} computes in the same step")
+                places[name] = where
 
 
 def _check_scheme(scheme: Any, where: str) -> None:

@@ -19,7 +19,7 @@ from lengthwise.core.pipeline_config import (
     check_methods,
 )
 from lengthwise.core.plan_json import micro_batch_from_json, micro_batch_to_json, scheme_from_json, scheme_to_json
-from lengthwise.core.plan_values import check_plan_values
+from lengthwise.core.plan_values import check_contradictions, check_plan_values
 from lengthwise.core.planned_micro_batch import OVERRIDES, PlannedMicroBatch
 from lengthwise.core.read_file import brief
 from lengthwise.core.token_placement import check_placement
@@ -288,6 +288,8 @@ class StepPlan:
             raise InputError(f"plan schema {brief(version)}, this version reads {PLAN_SCHEMA_VERSION}; plan again")
         try:
             check_plan_values(document)
+            if "digest" not in document:
+                check_contradictions(document)
         except InputError as error:
             raise InputError(f"not a plan: {error}") from None
         try:

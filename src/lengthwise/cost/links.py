@@ -3,10 +3,12 @@
 A group of p ranks sits on consecutive ranks, so it lies within a node where p fits one. Beyond that, with m devices per
 node: the rings of all-gather, reduce-scatter, broadcast and reduce are laid through every device's port, so a node
 sends as fast as its m ports together; in an all-to-all each rank sends (p - m) / (p - 1) of its bytes through its own
-port; a hop of a plain ring crosses from one node to the next through one port.
+port; a hop of a plain ring crosses from one node to the next through one port, and others of that ring stay within a
+node, so the slower of link and port decides. Nodes of one device have no link.
 """
 
 from dataclasses import dataclass, fields, replace
+from math import inf
 
 from lengthwise.core.cost import LinkSpeeds
 from lengthwise.core.errors import InputError
@@ -82,16 +84,28 @@ def calls_s(sent: Sent, *, degree: int, cluster: ClusterSpec) -> float:
 def hop_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     """Rate from one rank to the next in a group of ``degree``: that of its slowest hop."""
     device = cluster.device
-    within = degree <= cluster.devices_per_node
-    return LINK_EFFICIENCY * (device.link_bytes_per_s if within else device.network_bytes_per_s)
+    if degree <= cluster.devices_per_node:
+        return LINK_EFFICIENCY * device.link_bytes_per_s
+    return LINK_EFFICIENCY * min(_link_bytes_per_s(cluster), device.network_bytes_per_s)
+
+
+def stage_hop_bytes_per_s(degree: int, num_devices: int, cluster: ClusterSpec) -> float:
+    """Rate from a rank of one pipeline stage of ``degree`` ranks to its peer of the next: that of the slowest hop.
+
+    The ``num_devices`` of a pipeline are consecutive. Where a stage takes whole nodes, every hop crosses nodes.
+    """
+    if degree < cluster.devices_per_node or num_devices <= cluster.devices_per_node:
+        return hop_bytes_per_s(num_devices, cluster)
+    return LINK_EFFICIENCY * cluster.device.network_bytes_per_s
 
 
 def collective_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     """Bytes that each rank sends per second in a ring collective of ``degree`` ranks."""
     device = cluster.device
     ports = device.network_bytes_per_s * _fewest_in_node(degree, cluster)
-    within = degree <= cluster.devices_per_node
-    return LINK_EFFICIENCY * (device.link_bytes_per_s if within else min(device.link_bytes_per_s, ports))
+    if degree <= cluster.devices_per_node:
+        return LINK_EFFICIENCY * device.link_bytes_per_s
+    return LINK_EFFICIENCY * min(_link_bytes_per_s(cluster), ports)
 
 
 def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
@@ -103,6 +117,11 @@ def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     inside = (per_node - 1) / (degree - 1)
     through_port = device.network_bytes_per_s / outside
     return LINK_EFFICIENCY * (min(through_port, device.link_bytes_per_s / inside) if inside else through_port)
+
+
+def _link_bytes_per_s(cluster: ClusterSpec) -> float:
+    """The data sheet's rate within a node; infinite in nodes of one device, where nothing takes it."""
+    return cluster.device.link_bytes_per_s if cluster.devices_per_node > 1 else inf
 
 
 def _fewest_in_node(degree: int, cluster: ClusterSpec) -> int:

@@ -96,8 +96,8 @@ def _refuse(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> None:
     first, num_over = int(np.argmax(is_over)), int(is_over.sum())
     length = int(lengths.lengths[first])
     raise InputError(
-        f"sequence {lengths.number_of(first)} has {length:,} tokens, over {Setting.MAX_LENGTH} {max_length:,}; so do "
-        f" {num_over:,} of {len(lengths):,} sequences, the longest with {lengths.max_length:,}. "
+        f"sequence {lengths.number_of(first)} has {length:,} tokens, over {Setting.MAX_LENGTH} {max_length:,}; in all, "
+        f"{num_over:,} of {len(lengths):,} sequences are longer, the longest with {lengths.max_length:,}. "
         f"Raise {Setting.MAX_LENGTH}, or set {Setting.OVER_LENGTH} to drop, truncate or split"
     )
 

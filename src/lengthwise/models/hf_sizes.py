@@ -5,7 +5,6 @@ the experts among them and the windows of attention. What has no price is said i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +12,27 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import read_spec
-from lengthwise.models.hf_values import MAX_SIZE
+from lengthwise.models.hf_experts import ffn_columns
+from lengthwise.models.hf_fields import TEXT_PARTS, PricedFields
 
 PRICED_ONLY = "generic"
 """The family of models that are priced and not trained."""
-_NAMES = {
-    "hidden_size": ("hidden_size", "n_embd", "n_embed", "d_model"),
-    "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
-    "head_size": ("head_dim",),
-    "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_inner", "dff"),
-    "vocab_size": ("vocab_size",),
-    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
-    "expert_size": ("moe_intermediate_size",),
-    "shared_size": ("shared_expert_intermediate_size",),
-    "num_shared": ("n_shared_experts", "num_shared_experts"),
-    "dense_size": ("intermediate_size_mlp",),
-    "first_dense": ("first_k_dense_replace",),
-    "moe_every": ("decoder_sparse_step", "interleave_moe_layer_step"),
-    "window": ("sliding_window",),
-    "window_pattern": ("sliding_window_pattern",),
-    "full_before": ("max_window_layers",),
-}
-"""What is read, and what families call it."""
-_TEXT = ("text_config", "llm_config", "language_config")
-_TIED = ("gemma", "gpt2", "gpt_bigcode", "falcon", "bloom", "opt", "mpt", "starcoder2", "cohere", "bert", "roberta")
+_TIED = (
+    "gemma", "gpt2", "gpt_bigcode", "falcon", "bloom", "opt", "mpt", "starcoder2", "cohere", "bert", "roberta",
+    "nomic_bert",
+)  # fmt: skip
 """Beginnings of model types whose embedding and head are one matrix unless their file says otherwise."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "ff_activation", "activation")
 _UNGATED = frozenset({"bloom", "falcon", "RefinedWeb", "RefinedWebModel", "ctrl"})
 """Model types whose feed-forward has no gate, though their file may name no activation."""
+_GATED = ("gemma", "vaultgemma", "bitnet", "modernbert", "gte")
+"""Beginnings of model types whose feed-forward has a gate, whatever their activation."""
+_UNGATED_ACTIVATIONS = ("gelu", "relu", "quick_gelu", "xielu")
+"""Beginnings of activations that models without a gate use; most with one use SiLU."""
 _NO_BIASES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "gemma",
-    "qwen3",
-    "phi3",
-    "olmo",
-    "cohere",
-    "granite",
-    "falcon",
-    "stablelm",
-)
+    "llama", "mistral", "mixtral", "gemma", "vaultgemma", "qwen3", "phi3", "olmo", "cohere", "granite", "falcon",
+    "stablelm", "modernbert",
+)  # fmt: skip
 """Beginnings of model types whose linear layers have no biases unless their file says otherwise."""
 _REFUSED = {
     "kv_lora_rank": "multi-head latent attention",
@@ -64,58 +40,45 @@ _REFUSED = {
     "state_size": "a state-space model",
     "block_configs": "blocks of several sizes",
     "attn_config": "a configuration nested by part",
+    "hybrid_override_pattern": "layers of several kinds",
+    "hidden_size_per_layer_input": "embeddings of every layer",
+    "num_layers_per_stack": "layers that run several times",
+    "num_hidden_groups": "layers that share weights",
+    "conv_L_cache": "convolutions instead of attention",
+    "conv_kernel_size": "convolutions beside attention",
+    "lru_width": "recurrent layers",
+    "q_groups": "projections in groups",
+    "is_moe": "experts of one column each",
+    "enable_moe_block": "experts beside a dense feed-forward",
+    "use_bottleneck": "narrower layers between wider ones",
+}
+_SIMPLIFIED = {
+    "per_layer_config": "layers of sizes of their own",
+    "num_attention_heads_per_layer": "numbers of heads that differ between layers",
+    "num_kv_shared_layers": "keys and values that layers share",
+    "attention_window": "attention in windows (as full attention)",
+    "local_attention": "attention in windows (as full attention)",
+    "max_entity_length": "embeddings of entities",
+}
+"""Fields whose effect on costs is left out, and what is said of it."""
+_SIMPLIFIED_FAMILIES = {
+    "jetmoe": "experts of attention",
+    "xlnet": "relative positions",
+    "nystromformer": "approximate attention (as full attention)",
+    "yoso": "approximate attention (as full attention)",
+    "mra": "approximate attention (as full attention)",
+    "big_bird": "sparse attention (as full attention)",
+    "roc_bert": "embeddings of shapes and sounds",
+    "xmod": "adapters of languages",
+    "luke": "entities",
 }
 _OF_NO_TEXT = ("vision_config", "image_size", "patch_size", "num_channels", "audio_config", "num_mel_bins", "conv_dim")
 """Fields of models that look at pictures or listen."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """The fields of a configuration, by any name that a family gives them."""
-
-    values: Mapping[str, Any]
-    path: Path
-
-    def size(self, what: str) -> int | None:
-        """The whole number that says ``what``, or None.
-
-        Raises:
-            InputError: it is something else.
-        """
-        for name in _NAMES[what]:
-            value = self.values.get(name)
-            if value is not None:
-                if isinstance(value, list | dict) and value:
-                    raise InputError(
-                        f"{self.path}: {name} = {brief(value, 40)}: layers or parts of sizes of their own have no cost "
-                        "model"
-                    )
-                if type(value) is not int or not 0 <= value <= MAX_SIZE:
-                    raise InputError(
-                        f"{self.path}: {name} must be a whole number from 0 to {MAX_SIZE:,}, not {brief(value)}"
-                    )
-                return value
-        return None
-
-    def needed(self, what: str) -> int:
-        """The number that says ``what``, at least 1.
-
-        Raises:
-            InputError: there is none; the message lists the names it may have.
-        """
-        value = self.size(what)
-        if not value:
-            names = " or ".join(_NAMES[what])
-            raise InputError(f"{self.path} lacks {names}" if value is None else f"{self.path}: {names} is 0")
-        return value
-
-    def names(self, field: str) -> list[Any]:
-        """The list in ``field``; empty where there is none."""
-        value = self.values.get(field) or []
-        if not isinstance(value, list):
-            raise InputError(f"{self.path}: {field} must be a list, not {brief(value)}")
-        return value
+ONLY_TEXT = "everything but the text model"
+"""What is said of models with other parts."""
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local", "dense", "sparse")
+"""Kinds of layers that lists of kinds may name."""
+_LISTS_OF_KINDS = ("_types", "_type", "_layers")
 
 
 def read_priced_spec(folder: Path) -> ModelSpec:
@@ -136,9 +99,12 @@ def read_priced_spec(folder: Path) -> ModelSpec:
         raise InputError(f"{path} cannot be read as a model's configuration: {error.strerror}") from None
     if not isinstance(document, dict):
         raise InputError(f"{path} is not a model's configuration: it holds {brief(document)}, not an object")
-    nested = next((document[name] for name in _TEXT if isinstance(document.get(name), dict)), None)
+    nested = next((document[name] for name in TEXT_PARTS if isinstance(document.get(name), dict)), None)
     _refuse_other_inputs(document, nested, path)
-    return _spec(_Fields(nested or document, path), parts=[] if nested is None else ["everything but the text model"])
+    is_part = nested is not None or any(document.get(name) is not None for name in _OF_NO_TEXT)
+    is_masked = any(str(name).endswith("ForMaskedLM") for name in PricedFields(document, path).names("architectures"))
+    fields = PricedFields(document if nested is None else nested, path)
+    return _spec(fields, parts=[ONLY_TEXT] if is_part else [], causal=not is_masked)
 
 
 def is_causal_and_own(spec: ModelSpec) -> bool:
@@ -162,20 +128,17 @@ def has_dense_layers(spec: ModelSpec) -> bool:
     return spec.stored_ffn_size in (0, spec.ffn_size)
 
 
-def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
+def _spec(fields: PricedFields, parts: list[str], *, causal: bool) -> ModelSpec:
     _refuse_other_layers(fields)
     values, path = fields.values, fields.path
     hidden_size, num_layers, num_heads = map(fields.needed, ("hidden_size", "num_layers", "num_heads"))
-    one_kv_head = values.get("multi_query") is True and not values.get("new_decoder_architecture")
     family = str(values.get("model_type", ""))
-    activation = next((values[name] for name in _ACTIVATIONS if values.get(name)), "silu")
-    is_ungated = family in _UNGATED or str(activation).startswith(("gelu", "relu", "quick_gelu"))
-    is_gated = family.startswith("gemma") or not is_ungated
+    is_gated = _is_gated(values, family)
     dense_size = fields.size("dense_size") or _dense_size(fields, hidden_size, is_gated=is_gated)
-    ffn_size, stored_ffn_size, experts = _ffn_columns(fields, dense_size, num_layers)
+    dense_size //= 2 if family == "moshi" else 1  # its ffn_dim counts gate and up projection
+    ffn_size, stored_ffn_size, experts = ffn_columns(fields, dense_size, num_layers)
     window, num_window_layers = _windows(fields, family, num_layers)
-    if "chunked_attention" in fields.names("layer_types"):
-        parts.append("chunked attention (as full attention)")
+    unpriced = [*parts, *_simplified(fields, hidden_size, family, window), *experts]
     return ModelSpec(
         name=path.resolve().parent.name,
         family=PRICED_ONLY,
@@ -183,17 +146,46 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
         hidden_size=hidden_size,
         ffn_size=ffn_size,
         num_heads=num_heads,
-        num_kv_heads=fields.size("num_kv_heads") or (1 if one_kv_head else num_heads),
+        num_kv_heads=_num_kv_heads(fields, num_heads),
         head_size=fields.size("head_size") or max(1, hidden_size // num_heads),
         vocab_size=fields.needed("vocab_size"),
         gated_ffn=is_gated,
         tied_embeddings=_is_tied(fields, family),
-        causal=not any(str(name).endswith("ForMaskedLM") for name in fields.names("architectures")),
+        causal=causal,
         stored_ffn_size=stored_ffn_size,
         window=window,
         num_window_layers=num_window_layers,
-        unpriced=", ".join([*parts, *experts, *(["biases"] if _has_biases(values, family) else [])]),
+        unpriced=", ".join(dict.fromkeys([*unpriced, *(["biases"] if _has_biases(values, family) else [])])),
     )
+
+
+def _num_kv_heads(fields: PricedFields, num_heads: int) -> int:
+    """Heads of keys and values. Falcon of before its new architecture has one, whatever number its file names."""
+    if fields.values.get("multi_query") is True and not fields.values.get("new_decoder_architecture"):
+        return 1
+    return fields.size("num_kv_heads") or num_heads
+
+
+def _is_gated(values: Mapping[str, Any], family: str) -> bool:
+    """Whether the feed-forward has a gate, by the family and else by the activation."""
+    activation = str(next((values[name] for name in _ACTIVATIONS if values.get(name)), "silu"))
+    is_ungated = family in _UNGATED or activation.startswith(_UNGATED_ACTIVATIONS)
+    return family.startswith(_GATED) or not is_ungated
+
+
+def _simplified(fields: PricedFields, hidden_size: int, family: str, window: int) -> list[str]:
+    """What costs simplify in the model's attention and embeddings, in words."""
+    kinds = fields.names("layer_types")
+    words = [text for name, text in _SIMPLIFIED.items() if fields.values.get(name)]
+    if family in _SIMPLIFIED_FAMILIES:
+        words.append(_SIMPLIFIED_FAMILIES[family])
+    if "chunked_attention" in kinds:
+        words.append("chunked attention (as full attention)")
+    if "sliding_attention" in kinds and not window:
+        words.append("attention in windows (as full attention)")
+    if (fields.size("embedding_size") or hidden_size) != hidden_size:
+        words.append("embeddings of another width than the layers")
+    return words
 
 
 def _has_biases(values: Mapping[str, Any], family: str) -> bool:
@@ -206,14 +198,14 @@ def _has_biases(values: Mapping[str, Any], family: str) -> bool:
     return any(said) if said else not family.startswith(_NO_BIASES)
 
 
-def _dense_size(fields: _Fields, hidden_size: int, *, is_gated: bool) -> int:
+def _dense_size(fields: PricedFields, hidden_size: int, *, is_gated: bool) -> int:
     """Columns of a dense feed-forward; families of GPT-2's time leave out that they have four times the hidden size."""
     if fields.size("ffn_size") is None and not is_gated:
         return 4 * hidden_size
     return fields.needed("ffn_size")
 
 
-def _is_tied(fields: _Fields, family: str) -> bool:
+def _is_tied(fields: PricedFields, family: str) -> bool:
     """Whether embedding and head are one matrix."""
     is_tied = fields.values.get("tie_word_embeddings", family.startswith(_TIED))
     if not isinstance(is_tied, bool):
@@ -224,7 +216,7 @@ def _is_tied(fields: _Fields, family: str) -> bool:
 def _refuse_other_inputs(document: Mapping[str, Any], nested: Mapping[str, Any] | None, path: Path) -> None:
     """Refuse models of pictures or sound alone, and those that only compare them with texts, as CLIP does."""
     seen = next((name for name in _OF_NO_TEXT if document.get(name) is not None), None)
-    classes = [str(name) for name in _Fields(document, path).names("architectures")]
+    classes = [str(name) for name in PricedFields(document, path).names("architectures")]
     is_headless = bool(classes) and all(name.endswith("Model") and not name.endswith("HeadModel") for name in classes)
     is_other = is_headless if nested is not None else document.get("vocab_size") is None
     if seen is not None and is_other:
@@ -235,7 +227,7 @@ def _refuse_other_inputs(document: Mapping[str, Any], nested: Mapping[str, Any] 
         )
 
 
-def _refuse_other_layers(fields: _Fields) -> None:
+def _refuse_other_layers(fields: PricedFields) -> None:
     """Refuse layers that are no attention over keys and values of heads with a feed-forward behind it."""
     values, path = fields.values, fields.path
     for name, words in _REFUSED.items():
@@ -244,48 +236,14 @@ def _refuse_other_layers(fields: _Fields) -> None:
     mixer = next((name for name in values if name.startswith(("mamba_", "ssm_", "linear_"))), None)
     if mixer:
         raise InputError(f"{path}: {mixer}: layers without attention, such as state-space layers, have no cost model")
-    if other := sorted({str(kind) for kind in fields.names("layer_types")} - set(_LAYER_TYPES)):
-        raise InputError(f"{path}: layer_types has {other[0]}; only {', '.join(_LAYER_TYPES)} have a cost model")
+    for name, kinds in values.items():
+        if not name.endswith(_LISTS_OF_KINDS) or not isinstance(kinds, list):
+            continue
+        if other := sorted({kind for kind in kinds if isinstance(kind, str)} - set(_KINDS)):
+            raise InputError(f"{path}: {name} has {other[0][:40]}; only {', '.join(_KINDS)} have a cost model")
 
 
-def _ffn_columns(fields: _Fields, dense_size: int, num_layers: int) -> tuple[int, int, list[str]]:
-    """Feed-forward columns that a token uses and that a layer stores, as means over layers, and what has no price."""
-    num_experts = fields.size("num_experts") or 0
-    if num_experts < 2:
-        return dense_size, 0, []
-    expert_size = fields.size("expert_size") or fields.size("ffn_size") or dense_size
-    per_token = fields.needed("experts_per_token")
-    if per_token > num_experts:
-        raise InputError(f"{fields.path}: {per_token} experts per token of {num_experts} are too many")
-    is_llama4 = fields.size("dense_size") is not None  # the one family with a shared expert that no field counts
-    shared_size = fields.size("shared_size") or (fields.size("num_shared") or is_llama4) * expert_size
-    num_sparse = _num_sparse_layers(fields, num_layers)
-    dense = (num_layers - num_sparse) * dense_size
-    used, stored = (
-        round((dense + num_sparse * (count * expert_size + shared_size)) / num_layers)
-        for count in (per_token, num_experts)
-    )
-    words = ["routing between experts"]
-    if num_sparse < num_layers:
-        words.append(f"the difference between {num_layers - num_sparse} dense and {num_sparse} expert layers")
-    return used, stored, words
-
-
-def _num_sparse_layers(fields: _Fields, num_layers: int) -> int:
-    """How many layers are mixtures of experts."""
-    frequency = fields.values.get("moe_layer_freq")
-    if isinstance(frequency, list):
-        return min(num_layers, sum(bool(flag) for flag in frequency))
-    if named := fields.names("moe_layers"):
-        return min(num_layers, len(named))
-    every = fields.size("moe_every") or (frequency if type(frequency) is int and frequency > 0 else 1)
-    dense = {layer for layer in fields.names("mlp_only_layers") if type(layer) is int}
-    return sum(
-        (layer + 1) % every == 0 and layer not in dense for layer in range(fields.size("first_dense") or 0, num_layers)
-    )
-
-
-def _windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, int]:
+def _windows(fields: PricedFields, family: str, num_layers: int) -> tuple[int, int]:
     """Tokens that a layer with sliding-window attention sees, and how many such layers there are."""
     window, kinds = fields.size("window") or 0, fields.names("layer_types")
     if not window or (fields.values.get("use_sliding_window") is False and not kinds):

@@ -94,15 +94,15 @@ def compare(
     """
     check_planning(CompareOptions, options, _HINTS, policies=policies, steps=steps, tokens_per_step=tokens_per_step)
     networks, links = options.pop("network_gbit_per_s", None), options.pop("link_gbyte_per_s", None)
-    rates = {"networks": as_list(networks), "links": as_list(links)}
-    tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
-    budget = make_budget(PYTHON, tokens=tokens, price_per_hour=price_per_hour)
+    rates = {"networks": as_list(networks, "network_gbit_per_s"), "links": as_list(links, "link_gbyte_per_s")}
+    budget = make_budget(PYTHON, tokens=options.pop("tokens", None), price_per_hour=options.pop("price_per_hour", None))
     simulation = SimOptions(jitter=options.pop("jitter", 0.0), seed=options.get("seed", 0))
     clusters = _clusters_of(cluster, options.pop("memory_margin", None), options.pop("host_memory_gib", None))
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
     contest = replace(contest, budget=budget, simulation=simulation)
-    points = sweep_points(clusters, as_list(tokens_per_step), PYTHON, **rates, profile=contest.profile)
+    budgets = as_list(tokens_per_step, "tokens_per_step")
+    points = sweep_points(clusters, budgets, PYTHON, **rates, profile=contest.profile)
     results = compare_points(contest, points)
     source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
     return comparison_page(contest, clusters, results, source=source, ledger=ledger)

@@ -160,9 +160,9 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
     if str(model) in MODELS:
         return MODELS[str(model)]
     if os.path.isdir(model):  # unlike Path.is_dir, also of names that are too long
-        from lengthwise.models.hf_sizes import read_priced_spec
+        from lengthwise.session.priced_model import read_compared_spec
 
-        return read_priced_spec(Path(model))
+        return read_compared_spec(Path(model))
     suggestion = "" if "/" in str(model) else f"; {nearest(str(model), MODELS)}"
     raise InputError(
         f"no model preset {brief(str(model))} and no folder of that name; give the folder that holds the model's "
@@ -292,8 +292,10 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str) -> lis
     """The names, each once.
 
     Raises:
-        InputError: a name is not known; the message says of which ``setting``, and suggests the nearest.
+        InputError: there is none, or one is not known; the message says of which ``setting``, and suggests the nearest.
     """
+    if not names:
+        raise InputError(f"{setting} is an empty list; name at least one, such as {known[0]}, or leave it out")
     for name in names:
         if not name:
             raise InputError(f"{setting}: a name is empty; give some of {', '.join(known)}, or leave {setting} out")

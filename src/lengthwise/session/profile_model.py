@@ -15,7 +15,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.core.wording import parse_tokens, whole_number
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.profiled.fitted import MIN_ROWS
+from lengthwise.cost.profiled.fitted import too_alike
 from lengthwise.data.corpus import open_corpus
 from lengthwise.models.hf_config import UnsupportedModelError
 from lengthwise.plan.space.candidate import degrees_of
@@ -54,16 +54,16 @@ def packs_to_measure(
     """
     if lengths is None:
         longest = max_length or _longest_sequence(config)
-        return ladder(longest, max_tokens or longest)
+        packs = ladder(longest, max_tokens or longest)
+        if reason := too_alike(packs):
+            raise InputError(f"a ladder up to {longest} tokens: {reason}; raise --max-length or --max-tokens")
+        return packs
     if max_length is not None:
         raise InputError(f"--lengths {lengths} says what is measured; leave --max-length out")
     chosen = _parse_lengths(config, lengths)
     packs = packs_of(chosen, max(max_tokens or 0, *chosen))
-    if len(packs) < MIN_ROWS:
-        raise InputError(
-            f"--lengths {lengths} gives {len(packs)} different packs to measure, a fit needs {MIN_ROWS}; name two "
-            "lengths, such as --lengths 1024,8192"
-        )
+    if reason := too_alike(packs):
+        raise InputError(f"--lengths {lengths}: {reason}; name two lengths, such as --lengths 1024,8192")
     return packs
 
 

@@ -97,11 +97,18 @@ def _with_rates(cluster: ClusterSpec, *, gbit_per_s: float | None, gbyte_per_s: 
     return replace(cluster, device=device)
 
 
-def as_list(values: Value | Sequence[Value] | None) -> list[Value]:
-    """One value or several, each once; none for None."""
+def as_list(values: Value | Sequence[Value] | None, setting: str) -> list[Value]:
+    """One value or several, each once; none for None.
+
+    Raises:
+        InputError: they are an empty list, which is not the default; the message names the ``setting``.
+    """
     if values is None:
         return []
-    return list(dict.fromkeys([values] if isinstance(values, int | float) else values))
+    several = list(dict.fromkeys([values] if isinstance(values, int | float) else values))
+    if not several:
+        raise InputError(f"{setting} is an empty list; give at least one number, or leave it out")
+    return several
 
 
 def make_budget(spelling: Spelling, *, tokens: float | None, price_per_hour: float | None) -> TrainingBudget:

@@ -14,12 +14,12 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, model_preset
 from lengthwise.data.corpus import Corpus
 from lengthwise.models.hf_config import UnsupportedModelError, read_config, read_spec
-from lengthwise.models.hf_sizes import read_priced_spec
 from lengthwise.models.stock_model import StockModel, objective_of_class, read_stock_model
 from lengthwise.models.weight_files import refuse_adapter, weight_files
 from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
 from lengthwise.session.planning_args import check_positions
+from lengthwise.session.priced_model import read_compared_spec
 
 
 def objective_of(config: Config) -> str:
@@ -66,7 +66,7 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
     model = config.model
     needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
     if model.hf:
-        spec = read_priced_spec(hf_folder(config)) if only_priced else read_spec(hf_folder(config))
+        spec = read_compared_spec(hf_folder(config)) if only_priced else read_spec(hf_folder(config))
         _check_vocabulary(config, spec.vocab_size)
     else:
         spec = with_sizes(model_preset(model.preset), model.sizes)

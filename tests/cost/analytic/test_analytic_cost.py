@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, spread
-from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.core.specs import ClusterSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.stage_time import LAUNCH_S, layer_flops_per_s
 from lengthwise.cost.analytic.volume import layer_volume
@@ -20,6 +21,7 @@ from lengthwise.cost.links import (
     exchange_bytes_per_s,
     hop_bytes_per_s,
     ring_call_s,
+    stage_hop_bytes_per_s,
 )
 from lengthwise.cost.memory_model import kept_bytes_per_layer
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
@@ -255,6 +257,48 @@ def test_nodes_of_one_device_talk_through_their_ports_alone():
     assert collective_bytes_per_s(8, cluster) == LINK_EFFICIENCY * 50e9
     cost = AnalyticCost(model=MODEL, cluster=cluster)
     assert 0 < cost.time_s([4096], scheme_of(MODEL, Method.ULYSSES, degree=8)) < np.inf
+
+
+@pytest.mark.parametrize("link", [1e9, 450e9])
+def test_a_link_that_no_device_has_a_peer_on_changes_nothing(link):
+    cluster = cluster_preset("8x1xA800-80GB")
+    device = replace(cluster.device, link_bytes_per_s=link)
+    usual, cost = (AnalyticCost(model=MODEL, cluster=which) for which in (cluster, replace(cluster, device=device)))
+    for method in (Method.RING, Method.ALL_GATHER, Method.MEGATRON_TS, Method.ULYSSES):
+        scheme = scheme_of(MODEL, method, degree=8)
+        assert cost.time_s([4096], scheme) == usual.time_s([4096], scheme)
+
+
+@pytest.mark.parametrize("network", [1e9, 25e9, 50e9, 400e9])
+def test_hops_over_several_nodes_are_no_faster_than_their_slowest(network):
+    device = replace(cluster_preset("2x8xL40S-48GB").device, network_bytes_per_s=network)
+    link = device.link_bytes_per_s
+    one = ClusterSpec(num_nodes=1, devices_per_node=16, device=device)
+    two = replace(one, num_nodes=2, devices_per_node=8)
+    assert hop_bytes_per_s(16, one) == LINK_EFFICIENCY * link
+    assert hop_bytes_per_s(16, two) == LINK_EFFICIENCY * min(link, network)
+    assert collective_bytes_per_s(16, two) <= collective_bytes_per_s(16, one)
+    assert stage_hop_bytes_per_s(4, 16, two) == hop_bytes_per_s(16, two), "of four stages, two hops are within a node"
+    assert stage_hop_bytes_per_s(8, 16, two) == LINK_EFFICIENCY * network, "both stages take a whole node"
+    assert stage_hop_bytes_per_s(4, 8, two) == LINK_EFFICIENCY * link
+
+
+@pytest.mark.parametrize("nodes", ["16x1", "8x2", "2x8", "1x8+5", "1x16"])
+@pytest.mark.parametrize("field", ["link_bytes_per_s", "network_bytes_per_s"])
+def test_a_faster_link_or_network_makes_nothing_slower(nodes, field):
+    cluster = cluster_preset(f"{nodes}xL40S-48GB")
+    degrees = range(2, cluster.num_devices + 1)
+
+    def rates(bytes_per_s):
+        faster = replace(cluster, device=replace(cluster.device, **{field: bytes_per_s}))
+        groups = [
+            rate(p, faster) for rate in (collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s) for p in degrees
+        ]
+        stages = [stage_hop_bytes_per_s(p, cluster.num_devices, faster) for p in range(1, cluster.num_devices)]
+        return np.array(groups + stages)
+
+    rising = [rates(bytes_per_s) for bytes_per_s in (1e9, 10e9, 32e9, 33e9, 100e9, 1e12)]
+    assert all((faster >= slower).all() for slower, faster in pairwise(rising))
 
 
 def test_bytes_of_absurd_lengths_are_more_than_any_device_has():

@@ -47,6 +47,34 @@ def test_fitting_finds_the_coefficients_that_made_the_rows():
     assert found.median_error < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("packs", "words"),
+    [
+        ([(64,)] * 3, "3 rows, 1 of them different; fitting a, b and c needs at least 3"),
+        ([(64,), (64,), (1024,)], "3 rows, 2 of them different"),
+        ([(1024, 64), (64, 1024), (4096,)], "3 rows, 2 of them different"),
+        ([(64,), (65,), (66,)], "packs of 64 to 66 tokens alone; fitting a, b and c needs one of at least 1.5 times"),
+        ([(64,), (256,)], "2 rows, 2 of them different"),
+    ],
+)
+def test_rows_that_hardly_differ_are_refused_for_every_scheme(packs, words):
+    alike = tuple(map(row, packs))
+    with pytest.raises(InputError, match=f"the profile has {words}.*lengthwise profile"):
+        FittedCost(table(alike), model=MODEL, cluster=CLUSTER)
+    with pytest.raises(InputError, match=words):
+        HybridCost(table(alike), model=MODEL, cluster=CLUSTER)
+
+
+def test_sequences_of_one_length_leave_open_whether_times_grow_with_its_square():
+    """Packs of 1, 2 and 4 sequences of 64 tokens: a sequence of 5,000 may cost 78 times as many seconds or 6,100."""
+    found = fit(table([row((64,) * number) for number in (1, 2, 4)]))
+    truth_s = 1e-8 * 64**2 + 1e-5 * 64
+    low_s, high_s = found.confidence([5000])
+    assert low_s <= 1.01 * (truth_s * 5000 / 64 + 2e-3) and high_s >= 0.99 * truth_s * (5000 / 64) ** 2
+    low_s, high_s = found.confidence([64] * 3)
+    assert low_s == pytest.approx(high_s) == pytest.approx(3 * truth_s + 2e-3)
+
+
 def test_bytes_beyond_the_measured_lengths_grow_as_at_the_longest_ones():
     """Of a peak that gathered weights decide up to 3,000 tokens: most rows have the same bytes."""
     truth = {length: max(1_000_000, 64 * length + 800_000) for length in (64, 128, 256, 512, 1024, 2048, 4096, 8192)}

@@ -161,7 +161,7 @@ def test_what_cannot_be_scored_is_refused_on_all_ranks(ranks, store, tmp_path):
         ("sick",): "under {folder} is nan; compute in a wider --dtype",
         ("short",): f"sequence {longest} has {max(LENGTHS)} tokens, model short has positions for 16; score the first "
         "tokens of what is longer with --max-length 16 --truncate",
-        ("llama", 30): f"sequence {longest} has {max(LENGTHS)} tokens, over --max-length 30; so do ",
+        ("llama", 30): f"sequence {longest} has {max(LENGTHS)} tokens, over --max-length 30; in all, ",
     }
     requests = [
         request_of(f"loss={tmp_path / folder}", name=f"m{number}", max_length=limit[0] if limit else None)

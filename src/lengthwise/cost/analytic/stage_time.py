@@ -18,10 +18,10 @@ from lengthwise.cost.links import (
     calls_s,
     collective_bytes_per_s,
     collectives_s,
-    hop_bytes_per_s,
     host_copy_bytes_per_s,
     ring_call_s,
     ring_s,
+    stage_hop_bytes_per_s,
 )
 from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer
 
@@ -314,4 +314,5 @@ def sent_s(model: ModelSpec, scheme: PipelineConfig, *, cluster: ClusterSpec, wi
     if scheme.num_stages == 1:
         return 0.0, 0.0
     sent = 2 * model.hidden_size * width / scheme.degree
-    return sent / hop_bytes_per_s(scheme.num_devices, cluster), 2 * call_s(scheme.num_devices, cluster)
+    rate = stage_hop_bytes_per_s(scheme.degree, scheme.num_devices, cluster)
+    return sent / rate, 2 * call_s(scheme.num_devices, cluster)

@@ -10,7 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import dense_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.profiled.fitted import MIN_ROWS, fit
+from lengthwise.cost.profiled.fitted import MIN_ROWS, fit_rows
 from lengthwise.cost.profiled.hybrid import learn
 from lengthwise.cost.profiled.monotone_curve import MIN_POINTS
 
@@ -77,7 +77,7 @@ def cross_validation_errors(table: ProfileTable) -> tuple[ModelErrors, ...]:
         fitted, hybrid = np.empty(len(rows)), np.empty(len(rows))
         for part in range(NUM_PARTS):
             rest = replace(table, rows=tuple(row for place, row in enumerate(rows) if place % NUM_PARTS != part))
-            line, learned = fit(rest), learn(rest)
+            line, learned = fit_rows(rest), learn(rest)
             for place in range(part, len(rows), NUM_PARTS):
                 fitted[place] = line.time_s(rows[place].lengths) / rows[place].time_s - 1.0
                 hybrid[place] = learned.pack_time_s(rows[place].lengths) / rows[place].time_s - 1.0
@@ -95,7 +95,7 @@ def extrapolations(table: ProfileTable) -> tuple[Extrapolation, ...]:
     answers = []
     for degree, method, rows in _schemes(table):
         of_method = replace(table, rows=rows)
-        line, learned = fit(of_method), learn(of_method)
+        line, learned = fit_rows(of_method), learn(of_method)
         for times in BEYOND:
             num_tokens = times * max(max(row.lengths) for row in rows)
             pack = (num_tokens,)
@@ -140,7 +140,7 @@ def leave_out_errors(table: ProfileTable, *, model: ModelSpec, cluster: ClusterS
     rests = [replace(table, rows=table.rows[:place] + table.rows[place + 1 :]) for place in range(len(table.rows))]
     predicted = {
         "analytic": [analytic.time_s(row.lengths, scheme) for row in table.rows],
-        "fitted": [fit(rest).time_s(row.lengths) for row, rest in zip(table.rows, rests)],
+        "fitted": [fit_rows(rest).time_s(row.lengths) for row, rest in zip(table.rows, rests)],
         "hybrid": [learn(rest).pack_time_s(row.lengths) for row, rest in zip(table.rows, rests)],
     }
     return tuple(

@@ -20,7 +20,10 @@ from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
 from lengthwise.cost.separable import Line, SchemeCache
 
 MIN_ROWS = 3
-"""Three coefficients need three measurements."""
+"""Three coefficients need three measurements, of packs that differ."""
+LEAST_SPREAD = 1.5
+"""Times as many tokens as the smallest pack of a profile has, its largest needs at least: what times grow by between
+packs of almost the same size is noise."""
 ROUNDS = 10
 NEGLIGIBLE = 0.01
 """Relative errors below this are noise and count alike."""
@@ -28,6 +31,8 @@ LEAST_B_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
 
+ONE_TERM = (np.array([1.0, 0.0, 1.0]), np.array([0.0, 1.0, 1.0]))
+"""Columns of fits with a and c alone, and with b and c."""
 COEFFICIENTS = ("a_s", "b_s", "c_s", "launch_s")
 """Fields of a fit that are averaged over the layers of a scheme with several methods."""
 
@@ -49,7 +54,7 @@ class Fit:
     time_residuals: tuple[float, ...]
     """Predicted over measured time, minus one, per row; of launch-bound rows those beside the floor under them."""
     left_out: tuple[tuple[float, float, float], ...]
-    """a, b and c fitted without each row in turn."""
+    """a, b and c fitted without each row in turn; where sequences hardly differ, also with a or b alone."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -72,7 +77,8 @@ class Fit:
     def confidence(self, lengths: Sequence[int]) -> tuple[float, float]:
         """The range of seconds predicted for a micro-batch when any one row is left out.
 
-        Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured.
+        Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured,
+        or on whether times of sequences that hardly differ grow with their length or its square.
         """
         times = np.array([*self.left_out, (self.a_s, self.b_s, self.c_s)]) @ features(lengths)
         times = np.maximum(times, self.launch_s)
@@ -91,13 +97,29 @@ def fit(table: ProfileTable) -> Fit:
     Coefficients are those of rows that are not launch-bound, which give what a micro-batch takes at least.
 
     Raises:
-        InputError: too few rows.
+        InputError: too few rows, too few of them differ, or all packs are of almost the same size.
     """
-    if len(table.rows) < MIN_ROWS:
-        raise InputError(
-            f"the profile has {len(table.rows)} rows, and fitting a, b and c needs at least {MIN_ROWS}; measure more "
-            "lengths with: lengthwise profile"
+    if reason := too_alike([row.lengths for row in table.rows]):
+        raise InputError(f"the profile has {reason}; measure more lengths with: lengthwise profile")
+    return fit_rows(table)
+
+
+def too_alike(packs: Sequence[tuple[int, ...]]) -> str:
+    """Why no curve of lengths can be fitted to measurements of ``packs``, in words; empty where one can."""
+    different = {tuple(features(pack).tolist()) for pack in packs}
+    if len(different) < MIN_ROWS:
+        return f"{len(packs)} rows, {len(different)} of them different; fitting a, b and c needs at least {MIN_ROWS}"
+    smallest, largest = min(map(sum, packs)), max(map(sum, packs))
+    if largest < LEAST_SPREAD * smallest:
+        return (
+            f"packs of {smallest:,} to {largest:,} tokens alone; fitting a, b and c needs one of at least "
+            f"{LEAST_SPREAD:g} times as many tokens as another"
         )
+    return ""
+
+
+def fit_rows(table: ProfileTable) -> Fit:
+    """:func:`fit` of part of a profile, however few rows there are and however alike."""
     times = np.array([row.time_s for row in table.rows])
     tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
@@ -106,11 +128,17 @@ def fit(table: ProfileTable) -> Fit:
     a, b, c = _fit_relative(columns[~is_launched], times[~is_launched])
     launch_s = float(np.median(times[is_launched])) if is_launched.any() else 0.0
     predicted = np.maximum(columns @ (a, b, c), launch_s)
-    others = [~is_launched & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_launched)]
+    left_out = [
+        _fit_relative(columns[rest], times[rest])
+        for rest in (~is_launched & (np.arange(len(times)) != row) for row in np.flatnonzero(~is_launched))
+    ]
+    means = columns[~is_launched, 0] / columns[~is_launched, 1]
+    if means.max() < LEAST_SPREAD * means.min():  # l^2 and l tell the same rows apart, and beyond them they differ
+        left_out += [_fit_relative(columns[~is_launched] * terms, times[~is_launched]) for terms in ONE_TERM]
     return Fit(
         a_s=a, b_s=b, c_s=c, launch_s=launch_s, memory=memory_lines(tokens, sizes),
         time_residuals=tuple((predicted / times - 1.0).tolist()),
-        left_out=tuple(_fit_relative(columns[rest], times[rest]) for rest in others),
+        left_out=tuple(left_out),
     )  # fmt: skip
 
 
@@ -153,7 +181,7 @@ def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[float, float
     """
     from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
 
-    scale = columns.max(axis=0)  # columns differ by ten orders of magnitude
+    scale = np.maximum(columns.max(axis=0), 1e-300)  # columns differ by ten orders of magnitude
     relative = columns / scale / target[:, None]
     trust = np.ones(len(target))
     for _ in range(ROUNDS):

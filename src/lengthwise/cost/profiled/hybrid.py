@@ -19,7 +19,7 @@ import numpy as np
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.profiled.fitted import FittedCost, features, fit
+from lengthwise.cost.profiled.fitted import FittedCost, features, fit_rows
 from lengthwise.cost.profiled.measured_schemes import Tables
 from lengthwise.cost.profiled.monotone_curve import MIN_POINTS, Curve, choose_polynomial, grow_forest, make_curve
 
@@ -62,13 +62,13 @@ def learn(table: ProfileTable) -> LearnedForests:
     """Forests and polynomials of a profile; the same table always teaches the same.
 
     Raises:
-        InputError: too few rows, too few of them with one sequence alone, or scikit-learn is missing.
+        InputError: too few rows with one sequence alone, or scikit-learn is missing.
     """
     columns = np.stack([features(row.lengths) for row in table.rows])
     squares, tokens, _ = columns.T
     times_s = np.array([row.time_s for row in table.rows])
     is_lone = np.array([len(row.lengths) == 1 for row in table.rows])
-    fitted = fit(table)
+    fitted = fit_rows(table)
     coefficients = np.array([fitted.a_s, fitted.b_s, fitted.c_s])
     lone, lone_s = tokens[is_lone], times_s[is_lone]
     others = [np.arange(len(lone)) != row for row in range(len(lone))] if len(lone) > MIN_POINTS else []

@@ -133,9 +133,9 @@ class LossScorer:
         if limit is not None and lengths[longest] > limit and not self._request.truncate:
             num_over = int((lengths > limit).sum())
             raise InputError(
-                f"sequence {longest} has {int(lengths[longest]):,} tokens, over --max-length {limit:,}; so do "
-                f"{num_over:,} of {len(lengths):,} sequences. Raise it, or score their first {limit:,} tokens with "
-                "--truncate"
+                f"sequence {longest} has {int(lengths[longest]):,} tokens, over --max-length {limit:,}; in all, "
+                f"{num_over:,} of {len(lengths):,} sequences are longer. Raise it, or score their first "
+                f"{limit:,} tokens with --truncate"
             )
 
 
