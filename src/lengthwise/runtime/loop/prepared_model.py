@@ -186,10 +186,8 @@ class PreparedModel:
         if self.world.size == 1 or self.gather is not None:
             return  # its share is all of them, or is all that it has
         assert isinstance(self.state, ShardedState)
-        frozen = [
-            ShardedWeights(self.model, self.world, table, on_host=self.state.on_host)
-            for table in self.wrapped_model.structure.frozen_tables()
-        ]
+        on_host, tables = self.state.on_host, self.wrapped_model.structure.frozen_tables()
+        frozen = [ShardedWeights(self.model, self.world, table, on_host=on_host) for table in tables]
         used = self.wrapped_model.used_units or units_of_modules(self.wrapped_model.structure)
         gather = LayerGather(self.state, used, frozen=frozen)
         self.wrapped_model.layers.gather = gather
@@ -254,13 +252,13 @@ class PreparedModel:
             raise CheckError(f"{failed} could not compute {type(self.model).__name__}")
 
     def _bools_of_ranks(self, value: bool) -> tuple[bool, ...]:
-        rows = gather_rows(torch.tensor([value], dtype=torch.int64, device=self.world.device)).tolist()
-        return tuple(bool(row[0]) for row in rows)
+        rows = gather_rows(torch.tensor([value], dtype=torch.int64, device=self.world.device))
+        return tuple(map(bool, rows[:, 0].tolist()))
 
     def begin_backward(self) -> None:
         """Gather what a backward begins with, where weights are gathered by layer."""
-        if self.gather is not None:
-            self.gather.reach_backward(self.wrapped_model.structure.num_layers + 1)
+        if (gather := self.gather) is not None:
+            gather.reach_backward(self.wrapped_model.structure.num_layers + 1)
 
     def update_weights(self) -> None:
         """Bring every rank the weights that it holds between micro-batches, after they were updated or loaded."""
@@ -380,7 +378,7 @@ class PreparedModel:
         self._release()
 
     def _release(self, *, is_together: bool | None = None) -> None:
-        """Do what :meth:`close` does; ``is_together``: whether all ranks do, None: that is not known."""
+        """Do what :meth:`close` does; ``is_together``: whether all ranks do, None: not known."""
         if is_together is not None:
             self.discard() if is_together else self.state.discard_gradient()
         if self.overlap is not None:
