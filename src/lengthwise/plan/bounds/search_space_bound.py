@@ -220,6 +220,10 @@ class SearchSpaceBound:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
     def _sequences(self, lengths: np.ndarray) -> StepSequences:
+        return self.sequences(lengths).without_dominated()
+
+    def sequences(self, lengths: np.ndarray) -> StepSequences:
+        """Sequences of ``lengths`` under all groups of schemes."""
         columns, counts = np.unique(self._at(lengths), return_counts=True)
         return StepSequences(
             num_devices=self._problem.num_devices,
@@ -229,7 +233,7 @@ class SearchSpaceBound:
             updates_s=self._updates_s,
             room=self._room,
             costs=SequenceCosts(*(table[:, columns] for table in self._tables)),
-        ).without_dominated()
+        )
 
 
 class _Alike(NamedTuple):
