@@ -18,6 +18,7 @@ import numpy as np
 from lengthwise.core.cost import error_of
 from lengthwise.core.errors import LengthwiseError, first_line
 from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.plan.bounds.phase_cover import MOST_PHASES, certified_s
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
@@ -156,6 +157,14 @@ class AutoPolicy:
         drafts = self.refinement.of(priced, drafts, bound_s, search_share=_search_share(priced))
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=bound_s)
+
+    def certified_s(self, priced: PricedBatch, draft: DraftPlan) -> float:
+        """Seconds that no plan of one phase or two is faster than: a higher bound than that of ``draft``, which is what
+        this policy planned for the step. It takes seconds to minutes, and of a draft of more phases it is that bound.
+        """
+        if len(draft.phases) > MOST_PHASES:
+            return draft.lower_bound_s
+        return certified_s(self.bound, priced, sum(step_times_s(priced, draft)))
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: list[StrategyPlan]) -> list[StrategyPlan]:
         """The fastest of strategies that are proposed for this step alone, and one that moves from the fastest lead to.

@@ -21,10 +21,10 @@ slice, that one and all before it bear out what is said of filling, with what ha
 it what is said of draining, with what will be; and idle seconds before and after it come to those of the step. Taken is
 the last slice of the longest micro-batch, of M seconds or more in n slices, the largest of at least M / n. Slices
 before and behind it have c seconds of overhead each, so that there is work for a small number of slices, which idle, or
-a large one. With X seconds of time before it and Y behind it, idle seconds included, idle seconds and overhead before it
-are no less than the minimum over I_b of I_b + c log_r((I_b + (F - 1) X) / (F I_b)), I_b >= (S - 1) M / n - (F - 1) X,
-and behind it over I_a of I_a + c log_q((Y + (F - 1) I_a) / (F I_a)), I_a >= (S - 1) M / n - Y / (F - 1). Either minimum
-is at a root of a quadratic, or at the limit.
+a large one. With X seconds of time before it and Y behind it, idle seconds included, idle seconds and overhead before
+it are no less than the minimum over I_b of I_b + c log_r((I_b + (F - 1) X) / (F I_b)) with I_b >= (S - 1) M / n -
+(F - 1) X, and behind it over I_a of I_a + c log_q((Y + (F - 1) I_a) / (F I_a)) with I_a >= (S - 1) M / n - Y / (F - 1).
+Either minimum is at a root of a quadratic, or at the limit.
 """
 
 from functools import cache
@@ -32,18 +32,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-CELLS = 256
-"""Into which the seconds before the longest micro-batch, and idle seconds, are cut; each takes the better of its ends.
-"""
-RATIO = 1.08
+CELLS = 96
+"""Into which seconds before the longest micro-batch, and idle ones, are cut; each counts by the better of its ends."""
+RATIO = 1.25
 """Of seconds of the longest micro-batch that are looked at together, as others may be in it."""
 FRONTS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3)
 """Shares of all work that slices have which are looked at as filling the pipeline, the rest as draining it."""
 
 
 class _Side(NamedTuple):
-    """Filling or draining: slices of s seconds need I idle seconds with (S - 1) s <= (a / b) T + I, of T seconds of time
-    beside them, I included; all figures are broadcast.
+    """Filling or draining: beside slices of s seconds, T seconds have I idle ones with (S - 1) s <= (a / b) T + I.
+
+    All figures are broadcast.
     """
 
     a: np.ndarray
@@ -75,7 +75,7 @@ class _Side(NamedTuple):
         """
         scale = overhead_s / np.log1p(self.a / (self.b * self.later))
         half = self.a * least_time_s / (2 * self.b)
-        best_s = np.sqrt(half * half + 2 * half * scale) - half
+        best_s = np.minimum(np.sqrt(half * half + 2 * half * scale) - half, least_time_s)
         needed_s = self.later * largest_s - self.a / self.b * most_time_s
         idle_s = np.maximum(np.maximum(best_s, needed_s), 1e-12 * most_time_s)
         taken_s = idle_s + overhead_s * self.slices(least_time_s, idle_s)
@@ -103,20 +103,19 @@ def most_beside_s(
         forwards: [E] how many times its forward's seconds a micro-batch takes, at least and at most.
         is_whole: [E] whether backwards are whole.
     """
-    later, overhead_s, is_whole = stages[:, None] - 1.0, overhead_s[:, None], is_whole[:, None]
-    front = _Side.filling(later, forwards[1][:, None])
-    back = _Side.draining(later, forwards[0][:, None])
-    least_s = np.full(len(longest_s), np.inf)
-    micro_batch_s = longest_s.copy()
-    while (is_open := micro_batch_s < time_s).any():
-        largest_s, more_s = (micro_batch_s / slices)[:, None], micro_batch_s * RATIO
-        ends_s = np.maximum(0.0, time_s - micro_batch_s)[:, None] * np.linspace(0, 1, CELLS + 1)
-        before_s = front.least_s(ends_s[:, :-1], ends_s[:, 1:], largest_s, overhead_s)
-        behind_s = np.maximum(0.0, time_s - more_s[:, None] - ends_s[:, 1:])
-        behind_s = back.least_s(behind_s, ends_s[:, -1:] - ends_s[:, :-1], largest_s, overhead_s)
-        of_size_s = (before_s + np.where(is_whole, behind_s, 0.0)).min(axis=1)
-        least_s = np.where(is_open, np.minimum(least_s, of_size_s), least_s)
-        micro_batch_s = more_s
+    least_s, micro_batch_s = np.full(len(longest_s), np.inf), longest_s.copy()
+    while len(open_ := np.flatnonzero(micro_batch_s < time_s)):
+        later, c_s = stages[open_, None] - 1.0, overhead_s[open_, None]
+        front = _Side.filling(later, forwards[1][open_, None])
+        back = _Side.draining(later, forwards[0][open_, None])
+        size_s = micro_batch_s[open_, None]
+        largest_s, left_s = size_s / slices[open_, None], (time_s - size_s) * np.linspace(0, 1, CELLS + 1)
+        idle_s = front.least_s(left_s[:, :-1], left_s[:, 1:], largest_s, c_s)
+        behind_s = np.maximum(0.0, time_s - size_s * RATIO - left_s[:, 1:])
+        behind_s = back.least_s(behind_s, left_s[:, -1:] - left_s[:, :-1], largest_s, c_s)
+        of_size_s = (idle_s + np.where(is_whole[open_, None], behind_s, 0.0)).min(axis=1)
+        least_s[open_] = np.minimum(least_s[open_], of_size_s)
+        micro_batch_s *= RATIO
     return np.where(longest_s < time_s, time_s - longest_s - least_s, 0.0)
 
 

@@ -4,8 +4,8 @@ A pipeline of micro-batches that take P seconds a stage together, each of them c
 work. Few micro-batches leave stages idle, many have much overhead: whichever number it is, P times the entry of
 ``least_ends`` for it is no more than the deadline T. What the longest micro-batch takes alone is a part of that.
 
-Pipelines in slices run their passes slice by slice, and a slice has its c. Few slices leave stages idle while these fill
-and drain (``filling_and_draining``).
+Pipelines in slices run their passes slice by slice, and a slice has its c. Few slices leave stages idle while these
+fill and drain (``filling_and_draining``).
 
 Every slice, of c or more, is waited for alone as well: of a micro-batch of p seconds in s slices, (1 + (S - 1) / s) p
 is at most T, so s is at least (S - 1) p / (T - p), and 1; either way its overhead s c is no less than S c / T of p.
@@ -144,4 +144,3 @@ def _weight_share(candidate: Candidate) -> float:
     """The most of any sequence's seconds that gradients of weights take."""
     lengths = lengths_up_to(candidate.max_tokens)
     return float((candidate.weight_times_s(lengths) / candidate.times_s(lengths)).max())
-

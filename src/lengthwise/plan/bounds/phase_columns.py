@@ -1,12 +1,12 @@
 """What sets of whole sequences pipelines can compute within a phase, and the most that such a set is worth.
 
-A column is a pipeline of a group of schemes with the sequences that it computes by the end D of its phase. Two rules say
-which may: with a share of the overhead of their micro-batches in every sequence's seconds, all of them fit into what the
-bubble of the longest leaves of D (``SequenceCosts``); and without, into what micro-batches of some number leave
-(``MicroBatchRoom``) and what idles while the pipeline fills and drains (``filling_and_draining``). Given a value for each
-sequence, the most valuable column of a group whose longest sequence is given is a knapsack. Seconds of large sequences
-are rounded down to cells of D, and small sequences may be cut, so that no column is worth more than what is found; of
-the two rules the one counts under which that is less.
+A column is a pipeline of a group of schemes with the sequences that it computes by the end D of its phase. Two rules
+say which may: with a share of the overhead of their micro-batches in every sequence's seconds, all of them fit into
+what the bubble of the longest leaves of D (``SequenceCosts``); and without, into what micro-batches of some number
+leave (``MicroBatchRoom``) and what idles while the pipeline fills and drains (``filling_and_draining``). Given a value
+for each sequence, the most valuable column of a group whose longest sequence is given is a knapsack. Seconds of large
+sequences are rounded down to cells of D, and small sequences may be cut, so that no column is worth more than what is
+found; of the two rules the one counts under which that is less.
 
 G groups of schemes, C classes of length, the longest last.
 """
@@ -18,11 +18,13 @@ import numpy as np
 from lengthwise.plan.bounds.filling_and_draining import most_beside_s
 from lengthwise.plan.bounds.step_sequences import StepSequences
 
-CELLS = 480
+CELLS = 400
 """Of a phase, to which seconds are rounded down."""
 SMALL = 1 / 40
 """Share of a phase up to which sequences may be cut."""
-LONG = 0.06
+MOST_LARGE = round(1 / SMALL)
+"""Larger ones that fit into a phase."""
+LONG = 0.1
 """Share of a phase from which on what idles beside the longest sequence is looked at."""
 MOST_COLUMNS = 10
 """That are given at once."""
@@ -30,7 +32,7 @@ ROUNDING = 1e-7
 """Share of a phase that sums of floats may be off."""
 
 
-class Rule(NamedTuple):
+class FittingRule(NamedTuple):
     """One of the rules: seconds that sequences take, and that there are beside the longest one."""
 
     work_s: np.ndarray
@@ -39,7 +41,7 @@ class Rule(NamedTuple):
     """[G, C] beside one whose longest sequence is of a class; negative where it does not fit."""
 
 
-class Column(NamedTuple):
+class PipelineColumn(NamedTuple):
     """A pipeline and what it computes."""
 
     group: int
@@ -54,14 +56,14 @@ class PhaseColumns:
         self.time_s, self.counts = time_s, sequences.counts
         rules = _rules(sequences, time_s)
         fits = np.logical_and.reduce([rule.beside_s >= 0 for rule in rules])
-        kept = _undominated(sequences.devices, fits, rules)
-        self.devices = sequences.devices[kept].astype(np.float64)
+        groups = _undominated(sequences.devices, fits, rules)
+        self.devices = sequences.devices[groups].astype(np.float64)
         """[G] of a pipeline; groups that hold no sequence, or than which another is no worse, are left out."""
-        self.fits = fits[kept]
+        self.fits = fits[groups]
         """[G, C] whether a pipeline may have a sequence as its longest."""
-        self._rules = [Rule(rule.work_s[kept], rule.beside_s[kept]) for rule in rules]
+        self._rules = [FittingRule(rule.work_s[groups], rule.beside_s[groups]) for rule in rules]
 
-    def dearest(self, values: np.ndarray) -> tuple[float, list[Column]]:
+    def dearest(self, values: np.ndarray) -> tuple[float, list[PipelineColumn]]:
         """The most that a column is worth per device, and the dearest columns of the groups where they are dearest.
 
         Args:
@@ -75,23 +77,23 @@ class PhaseColumns:
         per_device = worth.max(axis=1) / self.devices
         order = np.argsort(-per_device, kind="stable")[:MOST_COLUMNS]
         columns = [
-            Column(group, self._column(group, int(longest[group]), self._rules[binding[group, longest[group]]], values))
+            PipelineColumn(
+                group, self._column(group, int(longest[group]), self._rules[binding[group, longest[group]]], values)
+            )
             for group in order.tolist()
             if per_device[group] > 0
         ]
         return float(per_device.max()), columns
 
-    def alone(self) -> list[Column]:
+    def alone(self) -> list[PipelineColumn]:
         """For each class that fits, the smallest pipeline that holds one sequence."""
         columns = []
         for place in np.flatnonzero(self.fits.any(axis=0)).tolist():
             groups = np.flatnonzero(self.fits[:, place])
-            columns.append(
-                Column(int(groups[self.devices[groups].argmin()]), np.eye(len(self.counts))[place])
-            )
+            columns.append(PipelineColumn(int(groups[self.devices[groups].argmin()]), np.eye(len(self.counts))[place]))
         return columns
 
-    def _worths(self, rule: Rule, values: np.ndarray) -> np.ndarray:
+    def _worths(self, rule: FittingRule, values: np.ndarray) -> np.ndarray:
         """[G, C] the most that columns are worth under one rule, by their longest sequence."""
         num_groups, cell_s = len(self.devices), self.time_s / CELLS
         cells = np.arange(CELLS + 1)
@@ -106,17 +108,17 @@ class PhaseColumns:
             if not is_large.any():
                 worths[:, place] = values[place] + of_small[np.arange(num_groups), beside[:, place]]
                 continue
-            before = cells - taken[:, place, None]
-            is_worth = is_large[:, None] & (before >= 0) & (values[place] > 0)
-            for number in range(count):
-                if number == count - 1:
+            fitting = is_large[:, None] & (values[place] > 0)
+            for size in (*_bundles(min(count - 1, MOST_LARGE)), 0):
+                if not size:
                     rest = best + np.take_along_axis(of_small, np.maximum(room, 0), axis=1)
                     worths[:, place] = values[place] + np.where(room >= 0, rest, 0.0).max(axis=1)
-                more = np.take_along_axis(best, np.maximum(before, 0), axis=1) + values[place]
-                best = np.where(is_worth, np.maximum(best, more), best)
+                before = cells - max(1, size) * taken[:, place, None]
+                more = np.take_along_axis(best, np.maximum(before, 0), axis=1) + max(1, size) * values[place]
+                best = np.where(fitting & (before >= 0), np.maximum(best, more), best)
         return worths
 
-    def _small_worths(self, rule: Rule, values: np.ndarray) -> np.ndarray:
+    def _small_worths(self, rule: FittingRule, values: np.ndarray) -> np.ndarray:
         """[G, CELLS + 1] the most that small sequences are worth in so many cells, begun ones included."""
         is_small = (rule.work_s < SMALL * self.time_s) & (values > 0)
         with np.errstate(divide="ignore"):
@@ -124,15 +126,15 @@ class PhaseColumns:
         order = np.argsort(-rate, axis=1, kind="stable")
         counts = np.where(is_small, self.counts, 0.0)
         sums = [
-            np.cumsum(np.take_along_axis(np.where(is_small, each, 0.0) * counts, order, axis=1), axis=1)
-            for each in (rule.work_s, np.broadcast_to(values, counts.shape))
+            np.cumsum(np.take_along_axis(np.where(is_small, amounts, 0.0) * counts, order, axis=1), axis=1)
+            for amounts in (rule.work_s, np.broadcast_to(values, counts.shape))
         ]
         ends_s = np.arange(1, CELLS + 2) * (self.time_s / CELLS)
         return np.stack(
             [np.interp(ends_s, np.append(0.0, works), np.append(0.0, worths)) for works, worths in zip(*sums)]
         )
 
-    def _column(self, group: int, longest: int, rule: Rule, values: np.ndarray) -> np.ndarray:
+    def _column(self, group: int, longest: int, rule: FittingRule, values: np.ndarray) -> np.ndarray:
         """[C] sequences of a column that is about as dearest as there are."""
         work_s, left_s, cell_s = rule.work_s[group], max(0.0, rule.beside_s[group, longest]), self.time_s / CELLS
         left = self.counts.copy()
@@ -144,17 +146,18 @@ class PhaseColumns:
         worths = np.append(0.0, np.cumsum([values[k] * left[k] for k in small]))
         best, steps = np.zeros(CELLS + 1), []
         for k, taken in large:
-            for _ in range(min(int(left[k]), CELLS // max(1, taken))):
-                more = np.append(np.full(min(taken, CELLS + 1), -1.0), best[: CELLS + 1 - taken] + values[k])
-                steps.append((k, taken, more > best))
+            for size in _bundles(min(int(left[k]), CELLS // taken)):
+                more = np.full(CELLS + 1, -1.0)
+                more[size * taken :] = best[: CELLS + 1 - size * taken] + size * values[k]
+                steps.append((k, size, taken, more > best))
                 best = np.maximum(best, more)
         ends = np.arange(min(int(left_s / cell_s), CELLS) + 1)
-        at = int((best[ends] + np.interp(left_s - ends * cell_s, works, worths)).argmax())
-        counts, left_s = np.eye(len(values))[longest], left_s - at * cell_s
-        for k, taken, is_better in reversed(steps):
-            if is_better[at]:
-                counts[k] += 1
-                at -= taken
+        cell = int((best[ends] + np.interp(left_s - ends * cell_s, works, worths)).argmax())
+        counts, left_s = np.eye(len(values))[longest], left_s - cell * cell_s
+        for k, size, taken, is_better in reversed(steps):
+            if is_better[cell]:
+                counts[k] += size
+                cell -= size * taken
         for k in small:
             part = min(left[k], left_s / work_s[k])
             counts[k] += part
@@ -162,8 +165,8 @@ class PhaseColumns:
         return counts
 
 
-def _rules(sequences: StepSequences, time_s: float) -> list[Rule]:
-    """Both rules."""
+def _rules(sequences: StepSequences, time_s: float) -> list[FittingRule]:
+    """Under both of which a column has to fit: with shares of overhead, and without."""
     costs, room, devices = sequences.costs, sequences.room, sequences.devices[:, None]
     share = sequences.shares[:, None]
     bare_s, shared_s = costs.bare_device_s / devices, costs.device_s / devices
@@ -183,9 +186,12 @@ def _rules(sequences: StepSequences, time_s: float) -> list[Rule]:
             fits = np.isfinite(work_s) & (np.maximum(costs.alone_s, drained_s) <= time_s * (1 + ROUNDING))
             beside_s = np.where(fits, beside_s, -np.inf)
             beside_s = np.where(beside_s >= 0, beside_s, np.where(beside_s >= -ROUNDING * time_s, 0.0, -np.inf))
-            rules.append(Rule(work_s, beside_s))
+            rules.append(FittingRule(work_s, beside_s))
     shared, bare = rules
-    return [shared, Rule(bare.work_s, np.minimum(bare.beside_s, _beside_idle_s(sequences, time_s, bare.beside_s)))]
+    return [
+        shared,
+        FittingRule(bare.work_s, np.minimum(bare.beside_s, _beside_idle_s(sequences, time_s, bare.beside_s))),
+    ]
 
 
 def _beside_idle_s(sequences: StepSequences, time_s: float, beside_s: np.ndarray) -> np.ndarray:
@@ -207,15 +213,24 @@ def _beside_idle_s(sequences: StepSequences, time_s: float, beside_s: np.ndarray
     return left_s
 
 
-def _undominated(devices: np.ndarray, fits: np.ndarray, rules: list[Rule]) -> np.ndarray:
+def _bundles(count: int) -> list[int]:
+    """Sizes that add up to ``count``, some of which add up to each smaller number."""
+    sizes = []
+    while count > 0:
+        sizes.append(min(count, 1 << len(sizes)))
+        count -= sizes[-1]
+    return sizes
+
+
+def _undominated(devices: np.ndarray, fits: np.ndarray, rules: list[FittingRule]) -> np.ndarray:
     """Groups that hold some sequence, and than which no other of as few devices is as good in everything."""
-    kept: list[int] = []
+    undominated: list[int] = []
     works = np.concatenate([rule.work_s for rule in rules], axis=1)
     rooms = np.concatenate([rule.beside_s for rule in rules], axis=1)
     able = np.flatnonzero(fits.any(axis=1))
     score = np.where(np.isfinite(rooms), rooms, 0.0).sum(axis=1)
     for group in able[np.lexsort((-score[able], devices[able]))].tolist():
-        rivals = [k for k in kept if devices[k] <= devices[group]]
+        rivals = [k for k in undominated if devices[k] <= devices[group]]
         if not any((works[k] <= works[group]).all() and (rooms[k] >= rooms[group]).all() for k in rivals):
-            kept.append(group)
-    return np.array(kept, dtype=int)
+            undominated.append(group)
+    return np.array(undominated, dtype=int)

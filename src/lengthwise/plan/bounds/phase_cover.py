@@ -4,10 +4,11 @@
 phases are free, and a pipeline's devices may be fractions of it. Here a plan is a set of columns (``phase_columns``),
 pipelines of whole sequences, in a phase of D seconds or in two of D_1 >= D_2, whose devices come to no more than N in
 each. Of all plans that take T or less, D_1 is between (T - U) / 2 and T - U, and D_2 at most T - U - D_1, where U is
-what their update takes at least. D_1 is cut into intervals [a, b], in each of which columns may take b in the one phase
-and T - U - a in the other. The linear program of how many of each column there are then has no solution, or the interval
-is halved; its columns are those that prices ask for. What proves it are prices alone: if all sequences are worth more
-than N devices of each phase can be, at the most that a column is worth per device, no such plan computes them.
+what their update takes at least. D_1 is cut into intervals [a, b], in each of which columns may take b in the one
+phase and T - U - a in the other. The linear program of how many of each column there are then has no solution, or the
+interval is halved; its columns are those that prices ask for. What proves it are prices alone: if all sequences are
+worth more than N devices of each phase can be, at the most that a column is worth per device, no such plan computes
+them.
 
 That is asked for every U, as in ``SearchSpaceBound``, updates alike at once. How many pipelines of a group there are
 need not come out whole.
@@ -15,12 +16,13 @@ need not come out whole.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import linprog
 
 from lengthwise.plan.bounds.micro_batch_room import MARGIN
-from lengthwise.plan.bounds.phase_columns import Column, PhaseColumns
+from lengthwise.plan.bounds.phase_columns import PhaseColumns, PipelineColumn
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.bounds.step_sequences import StepSequences
 from lengthwise.plan.space.problem import PricedBatch
@@ -29,7 +31,7 @@ MOST_PHASES = 2
 """Of plans that are bounded."""
 TOLERANCE = 2e-3
 """Relative width at which the search for the largest refuted time ends."""
-FIRST_INTERVALS, NARROWEST = 8, 1 / 512
+FIRST_INTERVALS, NARROWEST = 12, 1 / 256
 """Into which the seconds of the longer phase are cut at first, and the share of both phases that is not halved."""
 MOST_INTERVALS = 400
 """That are looked at."""
@@ -42,41 +44,49 @@ REMEMBERED = 4
 
 
 def certified_s(bound: SearchSpaceBound, priced: PricedBatch, planned_s: float) -> float:
-    """Seconds that no plan of at most ``MOST_PHASES`` phases is faster than, its update included; ``planned_s`` at most.
+    """Seconds that no plan of one phase or two is faster than, its update included, and no more than ``planned_s``.
 
-    Takes seconds to minutes.
+    It takes seconds to minutes.
 
     Args:
         bound: of the search space.
         priced: the step.
         planned_s: what some plan takes.
     """
-    low_s, high_s = min(planned_s, bound.step_s(priced)), planned_s
-    cover = _PhaseCover(bound.sequences(priced.bounding_lengths).without_dominated(by_passes=True))
-    while high_s > low_s * (1 + TOLERANCE):
-        middle_s = (low_s + high_s) / 2
-        low_s, high_s = (middle_s, high_s) if cover.is_refuted(middle_s) else (low_s, middle_s)
-    return low_s
+    low_s, high_s = min(planned_s, bound.step_s(priced)), planned_s * (1 - TOLERANCE / 2)
+    cover = PhaseCover(bound.sequences(priced.bounding_lengths))
+    for num_phases in range(1, MOST_PHASES + 1):
+        if high_s > low_s * (1 + TOLERANCE):
+            high_s = cover.largest_refuted_s(low_s, high_s, num_phases)
+    return high_s
 
 
-class _PhaseCover:
+class PhaseCover:
     """The linear programs of one step."""
 
     def __init__(self, sequences: StepSequences) -> None:
-        self._sequences = sequences
-        self._levels_s: list[float] = np.unique(sequences.updates_s).tolist()
+        """``sequences``: of the step, under all groups of schemes."""
+        self._sequences = sequences.without_dominated(by_passes=True)
+        self._levels_s: list[float] = np.unique(self._sequences.updates_s).tolist()
         self._under: dict[float, StepSequences] = {}
         self._proofs: list[np.ndarray] = []
 
-    def is_refuted(self, time_s: float) -> bool:
-        """Whether no plan of one phase or two takes ``time_s`` or less."""
+    def largest_refuted_s(self, low_s: float, high_s: float, num_phases: int) -> float:
+        """About the largest time up to ``high_s`` that is refuted of plans of so many phases; ``low_s`` at least."""
+        if self.is_refuted(high_s, num_phases):
+            return high_s
+        while high_s > low_s * (1 + TOLERANCE):
+            middle_s = (low_s + high_s) / 2
+            low_s, high_s = (middle_s, high_s) if self.is_refuted(middle_s, num_phases) else (low_s, middle_s)
+        return low_s
+
+    def is_refuted(self, time_s: float, num_phases: int) -> bool:
+        """Whether no plan of so many phases takes ``time_s`` or less; of two, if that is known of one."""
         levels = [u for u in self._levels_s if u + self._sequences.floor_under_s(u) < time_s]
-        if not levels:
-            return True
-        return all(self._is_level_refuted(time_s, levels, phases) for phases in range(1, MOST_PHASES + 1))
+        return not levels or self._is_level_refuted(time_s, levels, num_phases)
 
     def _is_level_refuted(self, time_s: float, levels: Sequence[float], num_phases: int) -> bool:
-        """The same of plans of so many phases whose update is among ``levels``, ascending."""
+        """Whether no plan does whose update is among ``levels``, ascending."""
         left_s, sequences = time_s - levels[0], self._sequences_under(levels[-1])
         if sequences.bound_s(left_s) >= left_s:
             return True
@@ -101,7 +111,7 @@ class _PhaseCover:
         """Whether no two phases that take ``time_s`` together compute all sequences; that one does not is known."""
         shortest_s = float(sequences.costs.alone_s.min()) * (1 - MARGIN)
         edges = np.linspace(time_s / 2, time_s - shortest_s, FIRST_INTERVALS + 1).tolist()
-        intervals = list(zip(edges, edges[1:])) if edges[-1] > edges[0] else []
+        intervals = list(pairwise(edges)) if edges[-1] > edges[0] else []
         for _ in range(MOST_INTERVALS):
             if not intervals:
                 return True
@@ -161,13 +171,13 @@ class _Program:
         for number, phase in enumerate(phases):
             self._columns += [self._row(number, column) for column in phase.alone()]
 
-    def _row(self, number: int, column: Column) -> np.ndarray:
+    def _row(self, number: int, column: PipelineColumn) -> np.ndarray:
         """Sequences of each class, and devices in each phase."""
         used = np.zeros(len(self._phases))
         used[number] = self._phases[number].devices[column.group]
         return np.append(column.counts, used)
 
-    def add(self, number: int, columns: Sequence[Column]) -> int:
+    def add(self, number: int, columns: Sequence[PipelineColumn]) -> int:
         """How many columns of a phase are worth more than their devices at the latest prices; these are added."""
         rows = [self._row(number, column) for column in columns]
         signs = np.append(np.ones(len(self._counts)), -np.ones(len(self._phases)))
