@@ -1,18 +1,23 @@
 """No plan of one phase or two takes less than is certified, and what whole sequences cost is certified."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.bounds.phase_columns import PhaseColumns
 from lengthwise.plan.bounds.phase_cover import MOST_PHASES, TOLERANCE, PhaseCover, certified_s
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft
 from lengthwise.plan.space.draft_times import step_times_s
 from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.sliced_packs import counted_otherwise
 from tests.examples import examples
-from tests.plan.bounds.test_search_space_bound import arrangements
+from tests.plan.bounds.test_search_space_bound import SlicedCost, arrangements
 from tests.plan.brute_force import BruteForce
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 from tests.plan.test_against_brute_force import case, everything
@@ -30,7 +35,7 @@ def test_no_arrangement_of_two_phases_is_refuted(example):
         candidates = [candidate for candidate in problem.candidates if candidate.scheme.num_recomputed in levels]
         bound = SearchSpaceBound(problem, candidates, any_recompute=True, in_any_order=in_any_order)
         cover = PhaseCover(bound.sequences(priced.bounding_lengths))
-        assert not cover.is_refuted(time_s, len(draft.phases))
+        assert not all(cover.is_refuted(time_s, number) for number in range(1, len(draft.phases) + 1))
 
 
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.deep)])
@@ -89,3 +94,26 @@ def test_a_column_is_worth_no_less_than_any_set_of_sequences_that_a_pipeline_com
         worth, columns = phase.dearest(values)
         assert best <= worth * (1 + 1e-9) <= best * 1.05
         assert columns[0].counts @ values <= worth * (1 + 1e-9)
+
+
+@settings(max_examples=examples(150, most=10), deadline=None)
+@given(
+    st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.sampled_from([2, 4]), st.sampled_from([4, 16]),
+    st.sampled_from([0.0, 0.001, 0.05]), st.randoms(),
+)  # fmt: skip
+def test_no_plan_of_slices_in_any_order_is_refuted(lengths, stages, num_slices, overhead_s, rng):
+    """The longest sequence is in all slices, each of the others in as many or fewer, before it or behind."""
+    cost = SlicedCost(capacity=1300, c_s=overhead_s, b_s=1e-3)
+    problem = make_problem(cost, num_devices=stages, degrees=[1], stages=[stages], max_length=1200)
+    cut = problem.candidates[0].in_slices(num_slices)
+    problem = replace(problem, candidates=(cut,))
+    order = rng.sample(range(len(lengths)), len(lengths))
+    longest = max(order, key=lengths.__getitem__)
+    runs = [cut if k == longest else cut.in_slices(rng.choice([1, 2, num_slices])) for k in order]
+    pipeline = PipelineDraft(
+        candidate=cut, ranks=tuple(range(stages)), packs=tuple((k,) for k in order), runs=tuple(runs), is_in_order=True
+    )
+    priced = PricedBatch(problem, make_batch(lengths))
+    time_s = sum(step_times_s(priced, DraftPlan(phases=((pipeline,),))))
+    bound = SearchSpaceBound(problem, (cut, *counted_otherwise([cut])), any_recompute=True, in_any_order=True)
+    assert not PhaseCover(bound.sequences(priced.bounding_lengths)).is_refuted(time_s * (1 + 1e-9), 1)
