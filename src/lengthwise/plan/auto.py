@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -98,8 +99,9 @@ class AutoPolicy:
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
         self.local = LocalSequences(problem.candidates if problem.local_sequences else ())
-        searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
-        self.bound = SearchSpaceBound(problem, searched, any_recompute=True, in_any_order=True)
+        self.problem = problem
+        self.searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
+        self.bound = SearchSpaceBound(problem, self.searched, any_recompute=True, in_any_order=True)
         self.runs = FastestRuns(self.candidates)
         self.refinement = DraftRefinement(self.runs, SplitBackwards(self.candidates), self.local)
         self.others = others
@@ -159,12 +161,19 @@ class AutoPolicy:
         return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=bound_s)
 
     def certified_s(self, priced: PricedBatch, draft: DraftPlan) -> float:
-        """Seconds that no plan of one phase or two is faster than: a higher bound than that of ``draft``, which is what
-        this policy planned for the step. It takes seconds to minutes, and of a draft of more phases it is that bound.
+        """Seconds that no plan of one phase or two is faster than, slices in any order; in seconds to minutes.
+
+        ``draft``: what this policy planned for the step. Of more phases, it is the bound of all plans.
         """
-        if len(draft.phases) > MOST_PHASES:
-            return draft.lower_bound_s
-        return certified_s(self.bound, priced, sum(step_times_s(priced, draft)))
+        bound, planned_s = self._bound_in_any_order, sum(step_times_s(priced, draft))
+        is_bounded = len(draft.phases) <= MOST_PHASES
+        return certified_s(bound, priced, planned_s) if is_bounded else min(planned_s, bound.step_s(priced))
+
+    @cached_property
+    def _bound_in_any_order(self) -> SearchSpaceBound:
+        """The bound of the search space, which does not take slices to begin with the longest micro-batch."""
+        order = {"in_any_order": True, "slices_in_any_order": True}
+        return SearchSpaceBound(self.problem, self.searched, any_recompute=True, **order)
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: list[StrategyPlan]) -> list[StrategyPlan]:
         """The fastest of strategies that are proposed for this step alone, and one that moves from the fastest lead to.

@@ -11,7 +11,6 @@ found; of the two rules the one counts under which that is less.
 G groups of schemes, C classes of length, the longest last.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -167,60 +166,29 @@ class PhaseColumns:
 
 
 def _rules(sequences: StepSequences, time_s: float) -> list[FittingRule]:
-    """Under both of which a column has to fit: with shares of overhead, and without.
-
-    Pipelines in slices may issue their packs in any order. The longest takes what it takes alone besides the forwards
-    of others: those before it on the first stage, and those behind it, which have none of its waits to themselves.
-    """
-    costs, devices, is_cut = sequences.costs, sequences.devices[:, None], sequences.room.slices[:, None] > 1
-    room = replace(sequences.room, later=np.where(is_cut[:, 0], 0.0, sequences.room.later))
-    share = np.where(is_cut, 1 / room.most_forwards[:, None], sequences.shares[:, None])
+    """Under both of which a column has to fit: with shares of overhead, and without."""
+    costs, room, devices = sequences.costs, sequences.room, sequences.devices[:, None]
+    share = sequences.shares[:, None]
     bare_s, shared_s = costs.bare_device_s / devices, costs.device_s / devices
     busy_s = np.array([room.busy_s(time_s, group) for group in range(len(devices))])[:, None]
-    with np.errstate(invalid="ignore"):
-        bubble_s = np.where(is_cut, 0.0, costs.bubble_s)
+    rules = []
+    with np.errstate(invalid="ignore", divide="ignore"):
         limits = (
-            (shared_s, costs.least_s, costs.drained_s, time_s - bubble_s - shared_s),
+            (shared_s, costs.least_s, costs.drained_s, time_s - costs.bubble_s - shared_s),
             (
                 bare_s, costs.bare_least_s, costs.bare_drained_s,
                 np.minimum(busy_s - costs.longest_s, room.work_s(time_s, bare_s) - bare_s),
             ),
         )  # fmt: skip
-    shared, bare = (_rule(sequences, time_s, share, *limit) for limit in limits)
-    return [
-        shared,
-        FittingRule(bare.work_s, np.minimum(bare.beside_s, _beside_idle_s(sequences, time_s, bare.beside_s))),
-    ]
-
-
-def _rule(
-    sequences: StepSequences,
-    time_s: float,
-    share: np.ndarray,
-    work_s: np.ndarray,
-    least_s: np.ndarray,
-    drained_s: np.ndarray,
-    beside_s: np.ndarray,
-) -> FittingRule:
-    """A rule whose pipelines also end no sooner than their longest sequence lets them.
-
-    Args:
-        sequences: of the step.
-        time_s: by which they end.
-        share: [G, 1] of the work of others that comes after what the longest takes alone.
-        work_s: [G, C]
-        least_s: [G, C] to which all work of others comes; not of slices, which may be issued in any order.
-        drained_s: [G, C] that the longest takes alone.
-        beside_s: [G, C] seconds beside it for other reasons.
-    """
-    is_cut = sequences.room.slices[:, None] > 1
-    with np.errstate(invalid="ignore", divide="ignore"):
-        after_s = np.where(share > 0, (time_s - drained_s) / share, np.inf)
-        beside_s = np.minimum(beside_s, np.minimum(np.where(is_cut, np.inf, time_s - least_s), after_s))
-    alone_s = np.maximum(sequences.costs.alone_s, drained_s)
-    fits = np.isfinite(work_s) & (alone_s <= time_s * (1 + ROUNDING))
-    beside_s = np.where(fits, beside_s, -np.inf)
-    return FittingRule(work_s, np.where((beside_s < 0) & (beside_s >= -ROUNDING * time_s), 0.0, beside_s))
+        for work_s, least_s, drained_s, left_s in limits:
+            after_s = np.where(share > 0, (time_s - drained_s) / share, np.inf)
+            beside_s = np.minimum(left_s, np.minimum(time_s - least_s, after_s))
+            fits = np.isfinite(work_s) & (np.maximum(costs.alone_s, drained_s) <= time_s * (1 + ROUNDING))
+            beside_s = np.where(fits, beside_s, -np.inf)
+            beside_s = np.where((beside_s < 0) & (beside_s >= -ROUNDING * time_s), 0.0, beside_s)
+            rules.append(FittingRule(work_s, beside_s))
+    shared, (work_s, beside_s) = rules
+    return [shared, FittingRule(work_s, np.minimum(beside_s, _beside_idle_s(sequences, time_s, beside_s)))]
 
 
 def _beside_idle_s(sequences: StepSequences, time_s: float, beside_s: np.ndarray) -> np.ndarray:
