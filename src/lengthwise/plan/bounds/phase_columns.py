@@ -212,7 +212,7 @@ def _beside_idle_s(sequences: StepSequences, time_s: float, beside_s: np.ndarray
 
 def _bundles(count: int) -> list[int]:
     """Sizes that add up to ``count``, some of which add up to each smaller number."""
-    sizes = []
+    sizes = list[int]()
     while count > 0:
         sizes.append(min(count, 1 << len(sizes)))
         count -= sizes[-1]
