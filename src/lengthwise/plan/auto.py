@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from lengthwise.core.cost import error_of
 from lengthwise.core.errors import LengthwiseError, first_line
 from lengthwise.cost.overlapped import OverlappedCost
+from lengthwise.plan.bounds.phase_cover import MOST_PHASES, certified_s
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
@@ -97,8 +99,9 @@ class AutoPolicy:
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.candidates = (*problem.candidates, *mixed_candidates(problem))
         self.local = LocalSequences(problem.candidates if problem.local_sequences else ())
-        searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
-        self.bound = SearchSpaceBound(problem, searched, any_recompute=True, in_any_order=True)
+        self.problem = problem
+        self.searched = (*self.candidates, *self.local.candidates, *counted_otherwise(problem.candidates))
+        self.bound = SearchSpaceBound(problem, self.searched, any_recompute=True, in_any_order=True)
         self.runs = FastestRuns(self.candidates)
         self.refinement = DraftRefinement(self.runs, SplitBackwards(self.candidates), self.local)
         self.others = others
@@ -156,6 +159,21 @@ class AutoPolicy:
         drafts = self.refinement.of(priced, drafts, bound_s, search_share=_search_share(priced))
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
         return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=bound_s)
+
+    def certified_s(self, priced: PricedBatch, draft: DraftPlan) -> float:
+        """Seconds that no plan of one phase or two is faster than, slices in any order; in seconds to minutes.
+
+        ``draft``: what this policy planned for the step. Of more phases, it is the bound of all plans.
+        """
+        bound, planned_s = self._bound_in_any_order, sum(step_times_s(priced, draft))
+        is_bounded = len(draft.phases) <= MOST_PHASES
+        return certified_s(bound, priced, planned_s) if is_bounded else min(planned_s, bound.step_s(priced))
+
+    @cached_property
+    def _bound_in_any_order(self) -> SearchSpaceBound:
+        """The bound of the search space, which does not take slices to begin with the longest micro-batch."""
+        order = {"in_any_order": True, "slices_in_any_order": True}
+        return SearchSpaceBound(self.problem, self.searched, any_recompute=True, **order)
 
     def _search(self, priced: PricedBatch, num_parts: int, planned: list[StrategyPlan]) -> list[StrategyPlan]:
         """The fastest of strategies that are proposed for this step alone, and one that moves from the fastest lead to.

@@ -4,29 +4,25 @@ A pipeline of micro-batches that take P seconds a stage together, each of them c
 work. Few micro-batches leave stages idle, many have much overhead: whichever number it is, P times the entry of
 ``least_ends`` for it is no more than the deadline T. What the longest micro-batch takes alone is a part of that.
 
-Pipelines in slices run their passes slice by slice, and a slice has its c. The last stage begins the forward of slice j
-no earlier than after all forwards before it on the first stage, and S - 1 of its own, and has computed by then no more
-than the slices before. So of D idle seconds f_j <= (D + (F - 1) (f_1 + ... + f_{j-1})) / (S - 1): the first slices are
-small, and later ones larger by 1 + (F - 1) / (S - 1) each. Likewise the last backwards go up the stages while the first
-one computes no more than forwards of slices that come after: b_j <= (D + f_{j+1} + ...) / (S - 1). Either says how much
-a number of slices can take together.
+Pipelines in slices run their passes slice by slice, and a slice has its c. Few slices leave stages idle while these
+fill and drain (``filling_and_draining``).
 
 Every slice, of c or more, is waited for alone as well: of a micro-batch of p seconds in s slices, (1 + (S - 1) / s) p
 is at most T, so s is at least (S - 1) p / (T - p), and 1; either way its overhead s c is no less than S c / T of p.
 
-F is how many times its forward's seconds a micro-batch takes. S stages, V micro-batches, G groups of schemes.
+S stages, V micro-batches, G groups of schemes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
+from lengthwise.plan.bounds.filling_and_draining import ends_of_slices
 from lengthwise.plan.bounds.least_ends import COUNTS, least_ends
 from lengthwise.plan.space.candidate import Candidate, lengths_up_to
 
-NUMBERS = *COUNTS, 40, 48, 64, 96, 128, 192, 256
+NUMBERS = *range(1, 65), *range(68, 129, 4), *range(144, 257, 16)
 """Micro-batches, or slices, of a pipeline, that are looked at; of a number in between, stages idle as of the next."""
 FEWEST = np.array([1, *(number + 1 for number in NUMBERS)])
 """The fewest that idle as of each of these, and beyond the last."""
@@ -52,6 +48,14 @@ class MicroBatchRoom:
     """[G, len(NUMBERS)] how many times the seconds that it computes it takes at least."""
     slices: np.ndarray
     """[G] of the longest micro-batch."""
+    stages: np.ndarray
+    """[G]"""
+    is_whole: np.ndarray
+    """[G] whether backwards are whole."""
+    least_forwards: np.ndarray
+    """[G] how many times its forward's seconds a micro-batch takes at least."""
+    most_forwards: np.ndarray
+    """[G] and at most."""
 
     @staticmethod
     def of(
@@ -70,6 +74,7 @@ class MicroBatchRoom:
         last = [(c.num_stages - 1) * (1 - 1 / min(k.forwards for k in members)) for c, members in zip(firsts, groups)]
         overheads_s = np.array([min(c.overhead_s / c.scheme.slices for c in members) for members in groups])
         is_whole = np.array([not candidate.scheme.zero_bubble for candidate in firsts])
+        forwards = [[candidate.forwards for candidate in members] for members in groups]
         return MicroBatchRoom(
             overheads_s=overheads_s * has_overhead,
             alone_stages=np.array(alone),
@@ -77,6 +82,10 @@ class MicroBatchRoom:
             last=np.where(is_sliced & is_whole, last, 0.0),
             ends=np.array([_ends(members) for members in groups]),
             slices=np.array([candidate.scheme.slices for candidate in firsts]),
+            stages=np.array([candidate.num_stages for candidate in firsts]),
+            is_whole=is_whole,
+            least_forwards=np.array([min(of_group) for of_group in forwards]),
+            most_forwards=np.array([max(of_group) for of_group in forwards]),
         )
 
     @property
@@ -84,6 +93,11 @@ class MicroBatchRoom:
         """[G] or [G, ...] figures, of which smaller ones leave more room."""
         most_slices = np.column_stack([self.slices, -self.slices])
         return self.overheads_s, self.alone_stages, self.later, self.last, self.ends, most_slices
+
+    @property
+    def limits_of_passes(self) -> tuple[np.ndarray, ...]:
+        """[G] figures, of which smaller ones leave more room, where pipelines fill and drain."""
+        return self.stages, self.is_whole, self.least_forwards, -self.most_forwards
 
     def under(self, groups: np.ndarray) -> "MicroBatchRoom":
         """The room of some groups alone, given by their numbers."""
@@ -118,26 +132,15 @@ def _ends(members: Sequence[Candidate]) -> np.ndarray:
     if scheme.num_stages == 1:
         return np.ones(len(NUMBERS))
     if scheme.slices > 1:
-        return _ends_of_slices(scheme.num_stages, min(forwards), max(forwards), is_whole=not scheme.zero_bubble)
+        is_whole = not scheme.zero_bubble
+        return ends_of_slices(scheme.num_stages, min(forwards), max(forwards), NUMBERS, is_whole=is_whole)
     weights = max(map(_weight_share, members)) if scheme.zero_bubble else 0.0
-    ends = np.ones(len(NUMBERS))
-    ends[: len(COUNTS)] = least_ends(scheme.num_stages, (min(forwards), max(forwards)), weights)
-    return ends
+    ends = np.append(least_ends(scheme.num_stages, (min(forwards), max(forwards)), weights), 1.0)
+    of_next: np.ndarray = ends[np.searchsorted(COUNTS, NUMBERS)]
+    return of_next
 
 
 def _weight_share(candidate: Candidate) -> float:
     """The most of any sequence's seconds that gradients of weights take."""
     lengths = lengths_up_to(candidate.max_tokens)
     return float((candidate.weight_times_s(lengths) / candidate.times_s(lengths)).max())
-
-
-@cache
-def _ends_of_slices(num_stages: int, least_forwards: float, most_forwards: float, *, is_whole: bool) -> np.ndarray:
-    """[len(NUMBERS)] how many times the seconds of all slices a pipeline takes at least."""
-    later, numbers = num_stages - 1, np.array(NUMBERS, dtype=float)
-    first = most_forwards / (most_forwards - 1) * ((1 + (most_forwards - 1) / later) ** numbers - 1)
-    idle = 1 / first
-    if is_whole:
-        last = least_forwards * ((1 + 1 / (least_forwards - 1) / later) ** numbers - 1)
-        idle = np.maximum(idle, 1 / last)
-    return 1 + idle

@@ -27,6 +27,8 @@ step takes less than an update that nothing hides, either: that of the scheme wh
 Pipelines of several stages are taken to issue their longest micro-batch first, as those of every policy but `auto` do,
 and to recompute as many layers in all of their micro-batches. Where whole micro-batches come in any order, B_k is only
 what a backward is longer than a forward (``least_stages_in_any_order``), and all that the longest waits for can hide W.
+Where slices may come in any order, B_k is nothing, and all but the forwards of W, which come before the longest on the
+first stage or behind it, can be hidden.
 
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows. Where micro-batches are cut into
 slices, that of the longest has all n that the scheme has, and their overhead; others may have any number c up to n of
@@ -76,6 +78,7 @@ class SearchSpaceBound:
         *,
         any_recompute: bool = False,
         in_any_order: bool = False,
+        slices_in_any_order: bool = False,
     ) -> None:
         """Tabulate what candidates take.
 
@@ -83,9 +86,10 @@ class SearchSpaceBound:
             problem: the cluster, and how pipelines are timed.
             candidates: the search space.
             any_recompute: plans also use candidates that recompute any number of layers between those of two.
-            in_any_order: pipelines may issue the longest micro-batch at any place.
+            in_any_order: pipelines may issue the longest micro-batch at any place, if it is whole.
+            slices_in_any_order: the same of slices; else they are taken to begin with the longest micro-batch.
         """
-        self._problem, self._in_any_order = problem, in_any_order
+        self._problem, self._in_any_order, self._slices_in_any_order = problem, in_any_order, slices_in_any_order
         self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
         fewer_by_more = next_fewer(candidates) if any_recompute else {}
         groups: dict[_Alike, list[Candidate]] = {}
@@ -95,7 +99,9 @@ class SearchSpaceBound:
         self._wholes_s = np.array([min(_whole_update_s(problem, c) for c in members) for members in groups.values()])
         self._devices = np.array([group.num_devices for group in groups])
         is_late = [in_any_order and group.num_stages > 1 and group.slices == 1 for group in groups]
-        self._shares = np.where(is_late, 0.0, BACKWARD_SHARE)
+        is_cut_late = [slices_in_any_order and group.slices > 1 for group in groups]
+        forwards = np.array([max(candidate.forwards for candidate in members) for members in groups.values()])
+        self._shares = np.where(is_late, 0.0, np.where(is_cut_late, 1 / forwards, BACKWARD_SHARE))
         leanest = {more: one_more(fewer, more) for more, fewer in fewer_by_more.items()}
         every = [[k for c in members for k in (c, leanest.get(c)) if k] for members in groups.values()]
         later = [min(map(self._bounding_stages, ks)) - 1.0 for ks in every]
@@ -168,6 +174,8 @@ class SearchSpaceBound:
         return bearing
 
     def _bounding_stages(self, candidate: Candidate) -> float:
+        if self._slices_in_any_order and candidate.scheme.slices > 1:
+            return 1.0
         return self._problem.bounding_stages(candidate, in_any_order=self._in_any_order)
 
     def _add_between(self, fewer: Candidate, more: Candidate, row: int) -> None:
@@ -220,6 +228,10 @@ class SearchSpaceBound:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
     def _sequences(self, lengths: np.ndarray) -> StepSequences:
+        return self.sequences(lengths).without_dominated()
+
+    def sequences(self, lengths: np.ndarray) -> StepSequences:
+        """Sequences of ``lengths`` under all groups of schemes."""
         columns, counts = np.unique(self._at(lengths), return_counts=True)
         return StepSequences(
             num_devices=self._problem.num_devices,
@@ -229,7 +241,7 @@ class SearchSpaceBound:
             updates_s=self._updates_s,
             room=self._room,
             costs=SequenceCosts(*(table[:, columns] for table in self._tables)),
-        ).without_dominated()
+        )
 
 
 class _Alike(NamedTuple):

@@ -76,10 +76,14 @@ class StepSequences:
         """The sequences under the groups alone whose updates take at most so long."""
         return self._of(np.flatnonzero(self.updates_s <= update_s))
 
-    def without_dominated(self) -> "StepSequences":
-        """The sequences without groups than which another of as many devices is no worse in anything."""
+    def without_dominated(self, *, by_passes: bool = False) -> "StepSequences":
+        """The sequences without groups than which another of as many devices is no worse in anything.
+
+        ``by_passes``: also in how its pipelines fill and drain.
+        """
         undominated: list[int] = []
-        limits = np.column_stack([self.shares, self.updates_s, *self.room.limits])
+        more = self.room.limits_of_passes if by_passes else ()
+        limits = np.column_stack([self.shares, self.updates_s, *self.room.limits, *more])
         columns = np.unique(np.linspace(0, len(self.counts) - 1, COMPARED).astype(int))
         sample = np.concatenate([limits, *(table[:, columns] for table in self.costs)], axis=1)
         order = np.argsort(np.where(np.isfinite(sample), sample, 0.0).sum(axis=1), kind="stable")
