@@ -124,7 +124,11 @@ class AutoPolicy:
         self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The fastest draft plan found, with the bound of the whole search space."""
+        """The fastest draft plan found, with the bound of the whole search space.
+
+        Searches go by one that takes slices to begin with the longest micro-batch, which is tighter, and which none of
+        their plans has been seen to beat.
+        """
         bound_s = self.bound.step_s(priced)
         error = error_of(priced.problem.cost)
         margin = 1 + (error.of_ratios if error else 0.0)
@@ -158,16 +162,22 @@ class AutoPolicy:
         assert drafts, "some policy holds every sequence that the search space holds"
         drafts = self.refinement.of(priced, drafts, bound_s, search_share=_search_share(priced))
         best, _ = min(_as_good(priced, drafts, margin - 1), key=simplest_first)
-        return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=bound_s)
+        proven_s = min(bound_s, self._bound_in_any_order.step_s(priced)) if self._has_slices else bound_s
+        return DraftPlan(phases=in_measured_packs(priced, best, self.runs.of).phases, lower_bound_s=proven_s)
 
     def certified_s(self, priced: PricedBatch, draft: DraftPlan) -> float:
         """Seconds that no plan of one phase or two is faster than, slices in any order; in seconds to minutes.
 
         ``draft``: what this policy planned for the step. Of more phases, it is the bound of all plans.
         """
-        bound, planned_s = self._bound_in_any_order, sum(step_times_s(priced, draft))
+        bound = self._bound_in_any_order if self._has_slices else self.bound
+        planned_s = sum(step_times_s(priced, draft))
         is_bounded = len(draft.phases) <= MOST_PHASES
         return certified_s(bound, priced, planned_s) if is_bounded else min(planned_s, bound.step_s(priced))
+
+    @cached_property
+    def _has_slices(self) -> bool:
+        return any(candidate.scheme.slices > 1 for candidate in self.searched)
 
     @cached_property
     def _bound_in_any_order(self) -> SearchSpaceBound:
