@@ -199,7 +199,7 @@ for words in map(str.split, sys.argv[1:]):
 def test_commands_that_need_torch_say_so_before_they_write_anything(tmp_path):
     files = tmp_path / "files"
     (files / "SRC").mkdir(parents=True)
-    (files / "SRC" / "1.txt").write_text("words and words")
+    (files / "SRC" / "1.txt").write_text("words and words " * 9)
     build_index(IndexSettings(source=files / "SRC"), files / "DIR", workers=1)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     command = [sys.executable, "-c", EACH_BY_ITSELF, *map(" ".join, NEEDING_TORCH)]

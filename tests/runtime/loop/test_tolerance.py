@@ -73,7 +73,10 @@ class Drawing(Odd):
 
 @pytest.mark.parametrize(
     ("kind", "error", "named"),
-    [(AlmostExact, CheckError, r"limit 1e-08"), (Drawing, InputError, "draws random numbers in a way that cannot be")],
+    [
+        (AlmostExact, CheckError, r"limit 1e-08"),
+        (Drawing, InputError, "draws random numbers from Python's random in a way"),
+    ],
 )
 def test_a_small_difference_and_a_draw_without_effect_are_refused(kind, error, named):
     with pytest.raises(error, match=named):

@@ -1,7 +1,7 @@
 """Find the random generators that a model's own code holds, beside those of torch, NumPy and Python for all."""
 
-import pickle
 import random
+import sys
 from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
@@ -58,4 +58,5 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     is_legacy = isinstance(generator, np.random.RandomState)
-    return pickle.dumps(generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state)
+    with np.printoptions(threshold=sys.maxsize):
+        return repr(generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state)
