@@ -51,7 +51,8 @@ with new_folder(place, setting="--out") as partial:
 
 def test_what_a_process_that_runs_or_one_of_another_machine_writes_is_left_alone(tmp_path, monkeypatch):
     place = tmp_path / "out"
-    here = partial_of(place)
+    own = partial_of(place)
+    here = own.with_name(own.name.replace(str(os.getpid()), str(os.getppid())))
     monkeypatch.setattr(atomic_write, "machine", lambda: "another")
     elsewhere = partial_of(place)
     for path in (here, elsewhere):
