@@ -69,6 +69,26 @@ def is_rank() -> bool:
     return has_rank()
 
 
+def check_rank_options(nproc: int | None, *, max_restarts: int = 0) -> None:
+    """Raise ``InputError`` if this process counts as a rank, and is asked to start other ranks than there are.
+
+    ``nproc``: ranks to start; None or 1: nobody asked for more. As many as torchrun started here are let pass.
+    """
+    if not is_rank():
+        return
+    asked = []
+    if (nproc or 1) > 1 and str(nproc) != os.environ.get("LOCAL_WORLD_SIZE"):
+        asked.append(f"--nproc {nproc}")
+    if max_restarts:
+        asked.append(f"--max-restarts {max_restarts}")
+    if asked:
+        raise InputError(
+            f"{' and '.join(asked)}: RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, as "
+            "for one of the ranks that torchrun starts, which starts none itself; leave this out (torchrun has options "
+            "of the same names), or unset RANK and WORLD_SIZE"
+        )
+
+
 def prefer_expandable_segments() -> None:
     """Have the allocator of a GPU grow its segments, unless a variable of the environment configures it already.
 

@@ -8,7 +8,7 @@ _NULL = "null"
 
 
 def override_value(kind: Any, text: str) -> Any:
-    """What an override says of a setting of type ``kind``: ``text`` as it is where that is text, else the YAML value that it spells.
+    """What an override says of a setting of type ``kind``: ``text`` itself where that is text, else its YAML value.
 
     Raises:
         ValueError: it is a list or mapping that cannot be read.
