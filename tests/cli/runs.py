@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lengthwise.cli.main import main
 from lengthwise.config.run_config import load
-from lengthwise.core.run_folder import RunFolder, read_jsonl
+from lengthwise.core.json_lines import read_jsonl
+from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.session.trained_model import resolve_model

@@ -10,6 +10,7 @@ import pytest
 from lengthwise.cli import train_config
 from lengthwise.cli.launch import SAFE_PATH, _only_installed_modules, prefer_expandable_segments, split_arguments
 from lengthwise.cli.restart import CRASHED, DONE, read_status, write_status
+from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -86,3 +87,20 @@ def test_a_setting_that_is_given_again_is_told_of_once(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     split_arguments(*given)
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sw/lr=0.1/run.yaml", "a=b.yaml", "lr=0.1/plans.jsonl", "lr=0.1/run"])
+def test_a_file_that_is_there_is_read_though_its_path_holds_an_equals_sign(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).touch()
+    assert split_arguments(Path(name), ["seed=1"]) == (Path(name), ["seed=1"])
+
+
+def test_what_is_neither_a_file_nor_a_setting_is_refused_as_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("sw/lr=0.1/run.yaml", "lr=0.1.yaml"):
+        with pytest.raises(InputError, match=r"lr=0.1.*is no file that is there, and as an override '\S*lr' it"):
+            split_arguments(Path(name), [])
+    for change in ("data.index=a/b.yaml", "run_folder=" + "x" * 5000, "lr=0.1"):
+        assert split_arguments(Path(change), []) == (None, [change])

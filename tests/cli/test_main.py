@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from importlib import import_module
 
 import pytest
 
 from lengthwise.cli.main import COMMANDS, main
+from lengthwise.core.atomic_write import new_folder
 from lengthwise.index.build import build_index
 from lengthwise.index.settings import IndexSettings
 
@@ -57,6 +59,57 @@ def test_interrupts_exit_with_130(cli, monkeypatch):
 
     monkeypatch.setattr("lengthwise.cli.commands.config.load", interrupt)
     assert cli("config")[0] == 130
+
+
+def test_an_interrupt_while_a_command_is_imported_is_told_as_any_other(cli, monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lengthwise.cli.main.import_module", interrupt)
+    code, out, err = cli("stats", "nowhere", "--json")
+    assert (code, json.loads(out)["exit_code"], err) == (130, 130, "error: interrupted\n")
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_told_as_any_other(monkeypatch, capsys):
+    def interrupt(self, name, *_):
+        if name == "lengthwise.cli.main":
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lengthwise.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [type("Finder", (), {"find_spec": interrupt})(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["lengthwise", "stats", "--json"])
+    with pytest.raises(SystemExit) as left:
+        import_module("lengthwise.__main__").main()
+    out, err = capsys.readouterr()
+    assert (left.value.code, json.loads(out)["exit_code"], err) == (130, 130, "error: interrupted\n")
+
+
+def test_a_command_that_writes_is_ended_by_a_signal_as_by_an_error(cli, monkeypatch, tmp_path):
+    def stop(*_, **__):
+        with new_folder(tmp_path / "out", setting="--out"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("lengthwise.session.export_run.export_run", stop)
+    code, out, err = cli("export", tmp_path, "--out", tmp_path / "out", "--json")
+    assert (code, json.loads(out)["exit_code"]) == (143, 143) and "stopped by SIGTERM" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        (["train", "--nproc", "2"], "--nproc 2"),
+        (["train", "--max-restarts", "3"], "--max-restarts 3"),
+        (["train", "--nproc", "2", "--max-restarts", "3"], "--nproc 2 and --max-restarts 3"),
+        (["profile", "--nproc", "2"], "--nproc 2"),
+        (["analyze", "INDEX", "--metric", "length", "--nproc", "2"], "--nproc 2"),
+    ],
+)
+def test_ranks_that_a_rank_is_to_start_are_refused_with_the_variables(cli, monkeypatch, command, asked):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = cli(*command)
+    assert code == 2 and f"{asked}: RANK=0 and WORLD_SIZE=1 are set" in err
 
 
 @pytest.mark.parametrize(

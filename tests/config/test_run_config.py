@@ -1,5 +1,7 @@
 """Configurations: every mistake named at once, with the nearest key; what is saved loads as the same."""
 
+from operator import attrgetter
+
 import pytest
 
 from lengthwise.config.foreign_names import SETTING_OF
@@ -61,6 +63,48 @@ def test_lists_and_names_are_asked_for_in_words():
     assert "optim.betas: a list is needed, such as '[first, second]', not 0.9" in text
     assert "train.sample_prompts: a list is needed" in text
     assert "name: letters, digits, - and _ are needed, also . but not first, not 'a/b'" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set #2",
+        "&x",
+        "*x",
+        "[x]",
+        "{x}",
+        "{a: b}",
+        "[1",
+        "yes",
+        "1_000",
+        "a: b",
+        "1.10",
+        "'a'",
+        "~",
+        "# a",
+        "!x y",
+        "|",
+    ],
+)
+def test_a_setting_that_is_text_is_taken_as_it_is_given(text, tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {index: other}\n")
+    keys = ["run_folder", "data.index", "data.validation", "model.hf", "plan.file", "plan.profile", "cluster.name"]
+    for key in keys:
+        config = load(tmp_path / "config.yaml" if key == "data.index" else None, [f"{key}={text}"])
+        assert attrgetter(key)(config) == text
+
+
+def test_what_no_setting_is_cut_to_is_refused():
+    """A comment, or the name of a node, is no part of a number or a word, and does not stand for null."""
+    given = ["train.steps=5 #x", "train.epochs=#5", "optim.schedule=cosine #x", "train.patience=&x", "plan.degree=&x 2"]
+    with pytest.raises(InputError) as caught:
+        load(None, given)
+    told = str(caught.value).splitlines()
+    assert len(told) == 1 + len(given) and all(any(key.split("=")[0] in line for line in told) for key in given)
+    assert load(None, ["train.sample_every=1", "train.sample_prompts=['a #b', c]"]).train.sample_prompts == (
+        "a #b",
+        "c",
+    )
 
 
 def test_null_is_text_left_empty(tmp_path):

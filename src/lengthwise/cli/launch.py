@@ -16,9 +16,11 @@ from uuid import uuid4
 from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
-from lengthwise.core.errors import missing_package
+from lengthwise.core.atomic_write import shown
+from lengthwise.core.errors import InputError, missing_package
 from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.processes import check_processes
+from lengthwise.core.read_file import brief
 from lengthwise.session.console import stderr
 
 if TYPE_CHECKING:
@@ -65,6 +67,26 @@ class LaunchOutcome:
 def is_rank() -> bool:
     """Whether torchrun started this process."""
     return has_rank()
+
+
+def check_rank_options(nproc: int | None, *, max_restarts: int = 0) -> None:
+    """Raise ``InputError`` if this process counts as a rank, and is asked to start other ranks than there are.
+
+    ``nproc``: ranks to start; None or 1: nobody asked for more. As many as torchrun started here are let pass.
+    """
+    if not is_rank():
+        return
+    asked = []
+    if (nproc or 1) > 1 and str(nproc) != os.environ.get("LOCAL_WORLD_SIZE"):
+        asked.append(f"--nproc {nproc}")
+    if max_restarts:
+        asked.append(f"--max-restarts {max_restarts}")
+    if asked:
+        raise InputError(
+            f"{' and '.join(asked)}: RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, as "
+            "for one of the ranks that torchrun starts, which starts none itself; leave this out (torchrun has options "
+            "of the same names), or unset RANK and WORLD_SIZE"
+        )
 
 
 def prefer_expandable_segments() -> None:
@@ -175,11 +197,38 @@ def failed_first(failures: "Mapping[int, ProcessFailure]") -> str:
 
 
 def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The configuration file, if the first argument is one, and the overrides; one that is repeated is told of."""
-    is_file = config is not None and "=" not in str(config)
+    """The configuration file, if the first argument is one, and the overrides; one that is repeated is told of.
+
+    Raises:
+        InputError: the first argument is neither a file nor an override, and might have been meant as either.
+    """
+    is_file = config is not None and ("=" not in str(config) or _is_there(config))
+    if config is not None and not is_file:
+        _check_override(config)
     changes = [*([] if config is None or is_file else [str(config)]), *(overrides or [])]
     last = {change.partition("=")[0]: change for change in changes}
     for key, number in Counter(change.partition("=")[0] for change in changes).items():
         if number > 1 and is_first():
             stderr().print(f"{key} is given {number:,} times; the last counts, {last[key]}", soft_wrap=True)
     return config if is_file else None, changes
+
+
+def _is_there(path: Path) -> bool:
+    """Whether ``path`` is a file; False where no path can be so long or have such characters."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _check_override(given: Path) -> None:
+    """Raise ``InputError`` if an argument with ``=`` in it looks like a file, names none, and no setting either."""
+    from lengthwise.config.run_config import type_of
+
+    key = str(given).partition("=")[0]
+    looks_like_file = "/" in key or given.suffix in (".yaml", ".yml", ".jsonl")
+    if looks_like_file and type_of(key) is None:
+        raise InputError(
+            f"{shown(given)} is no file that is there, and as an override {brief(key)} it names no "
+            "setting; check the path, or give section.key=value"
+        )

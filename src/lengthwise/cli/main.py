@@ -75,6 +75,8 @@ class LazyGroup(typer.core.TyperGroup):
         """Call the command; where its command line is wrong, say what was meant."""
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:  # while the command is imported
+            raise explain(error) from None
         except typer.BadParameter as error:
             error.message = _with_hint(error)
             raise
@@ -178,7 +180,7 @@ def _signals_of(command: list[str]) -> AbstractContextManager[None]:
     """What SIGTERM and SIGHUP do while a command begins, and while those run that handle no signals themselves."""
     if command == ["train"]:
         return stoppable_start()
-    return ended_by_signals() if command == ["index"] else nullcontext()
+    return nullcontext() if is_rank() else ended_by_signals()
 
 
 def _usage_error(leave: SystemExit) -> str:

@@ -16,6 +16,7 @@ from lengthwise.cli.launch import (
     RUN_FOLDER_VARIABLE,
     LaunchOutcome,
     check_nproc,
+    check_rank_options,
     check_torch,
     is_rank,
     prefer_expandable_segments,
@@ -53,10 +54,10 @@ def train(
     Args:
         config: a YAML file, or a checked `Config`; by default, the default settings.
         overrides: settings that replace those of `config`, such as "train.steps=100".
-        nproc: ranks on this machine; of no meaning under torchrun.
+        nproc: ranks on this machine; under torchrun 1, or as many as it started here.
         resume: the folder of a run that goes on from its latest checkpoint; then there is no `config`.
         fall_back: where the latest checkpoint is damaged, go on from the one before it.
-        max_restarts: how many times all ranks are started again after one has died.
+        max_restarts: how many times all ranks are started again after one has died; 0 under torchrun.
         quiet: print warnings, errors and the last line alone.
 
     Returns:
@@ -67,6 +68,7 @@ def train(
         LengthwiseError: with the message and exit code of the rank that failed; `Preempted` if SIGTERM stopped it.
         KeyboardInterrupt: Ctrl-C stopped it.
     """
+    check_rank_options(nproc, max_restarts=max_restarts)
     if not isinstance(config, Config):
         check_arguments({"config": str | Path | None}, {"config": config})
     resumed = None if resume is None else Path(resume)
@@ -83,7 +85,6 @@ def train(
         resolved = load(path, list(overrides)) if resumed is None else _load_of(resumed, overrides)
         if is_rank():
             return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
-        check_nproc(nproc)
         check_torch()
         folder = _folder_of(resolved, resumed, fall_back=fall_back)
         _check(resolved, nproc=nproc, resumed=folder if resumed is not None else None)
@@ -153,6 +154,7 @@ def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
     from lengthwise.session.trained_model import trained_model
     from lengthwise.session.validation_set import validation_corpus
 
+    check_nproc(nproc)
     check_trackers(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()

@@ -26,6 +26,7 @@ from lengthwise.config.limits import (
 )
 from lengthwise.config.model_config import ModelConfig
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.override_value import override_value
 from lengthwise.config.plan_config import ClusterConfig, PlanConfig
 from lengthwise.config.shared_settings import (
     BatchSettings,
@@ -337,12 +338,21 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     if len(value) > MAX_CONFIG_BYTES:
         return f"override {brief(override)}: the value has {len(value):,} characters"
     try:
-        node[leaf] = parse_yaml(value) if value else ""
+        node[leaf] = override_value(type_of(key), value)
     except ValueError as error:
-        if value[0] in "[{&*!|>":  # YAML was meant
-            return f"override {brief(override)} is not YAML: {error}"
-        node[leaf] = value
+        return f"override {brief(override)} is not YAML: {error}"
     return ""
+
+
+def type_of(key: str) -> Any:
+    """The type of a setting, such as ``optim.lr``; None: there is no setting of that name."""
+    kind: Any = Config
+    for name in key.split("."):
+        field = getattr(kind, "model_fields", {}).get(name)
+        if field is None:
+            return None
+        kind = field.annotation
+    return kind
 
 
 def _same_name_elsewhere(name: str) -> str | None:

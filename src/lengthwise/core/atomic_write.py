@@ -1,17 +1,20 @@
 """Folders and files that are written whole or not at all, and the words for what the file system refuses."""
 
 import errno
+import hashlib
 import os
 import shlex
 import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.machine import machine, runs
 from lengthwise.core.wording import bytes_in_words, needed_and_available
 
 _DISK = {
@@ -21,6 +24,9 @@ _DISK = {
 }  # fmt: skip
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 """No bug of a program causes these, unlike a missing file."""
+_PROBE = ".writable-"
+"""How names of files begin that say nothing but that a folder can be written."""
+_STALE_S = 86_400
 
 
 def shown(path: Path | str) -> str:
@@ -117,11 +123,13 @@ def make_folder(path: Path, *, setting: str) -> list[Path]:
             made.append(folder)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
+        with tempfile.TemporaryFile(dir=path, prefix=_PROBE) as probe:  # has no name, where the file system can do that
             probe.write(b"?")
             probe.flush()
-    except (OSError, ValueError) as error:  # the latter for a null character
+    except BaseException as error:
         remove_empty(made)
+        if not isinstance(error, OSError | ValueError):  # the latter for a null character
+            raise
         words = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(f"{setting} {shown(path)} cannot be written ({words}); name another folder") from None
     return made
@@ -140,7 +148,8 @@ def write_text(path: Path, text: str) -> None:
         write_stream(path, text.encode())
         return
     place = behind_links(path)
-    partial = place.with_name(f"{place.name}.partial-{os.getpid()}")
+    partial = partial_of(place)
+    remove_stale(place)
     try:
         with partial.open("w") as stream:
             stream.write(text)
@@ -151,6 +160,36 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
+
+
+def partial_of(place: Path) -> Path:
+    """The name that a file or folder has beside ``place`` until it is whole: of this process of this machine."""
+    return place.with_name(f"{_stem(place)}{_tag()}-{os.getpid()}")
+
+
+def remove_stale(place: Path) -> None:
+    """Remove what processes that are gone left beside ``place``, as they were killed while they wrote it.
+
+    Of another machine, or from before it was started again, what nothing was written to for a day.
+    """
+    stem = _stem(place)
+    with suppress(OSError):
+        for left in [Path(item) for item in os.scandir(place.parent) if item.name.startswith(stem)]:
+            tag, _, process = left.name.removeprefix(stem).rpartition("-")
+            is_here = tag == _tag() and process.isdecimal()
+            is_gone = not runs(int(process)) if is_here else time.time() - left.stat().st_mtime > _STALE_S
+            if is_gone and left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            elif is_gone:
+                left.unlink(missing_ok=True)
+
+
+def _stem(place: Path) -> str:
+    return f".{place.name[:100]}.partial-"
+
+
+def _tag() -> str:
+    return hashlib.blake2b(machine().encode(), digest_size=4).hexdigest()
 
 
 def is_stream(path: Path) -> bool:
@@ -201,14 +240,10 @@ def new_folder(path: Path, *, setting: str) -> Iterator[Path]:
         InputError: ``path`` is there already and not an empty folder, or cannot be written.
     """
     check_free(path, setting=setting)
-    made = make_folder(path, setting=setting)
-    partial = path.with_name(f".{path.name[:100]}.partial-{os.getpid()}")
+    remove_stale(path)
+    partial, made = partial_of(path), make_folder(path, setting=setting)
     try:
-        partial.mkdir()
-    except OSError as error:
-        remove_empty(made)
-        raise InputError(f"{setting} {shown(path)} cannot be written ({reason(error)}); name another folder") from None
-    try:
+        _make_partial(partial, path, setting)
         yield partial
         if made:
             partial.replace(path)
@@ -216,10 +251,19 @@ def new_folder(path: Path, *, setting: str) -> Iterator[Path]:
             for item in partial.iterdir():
                 item.replace(path / item.name)
             partial.rmdir()
+            for probe in path.glob(f"{_PROBE}*"):  # of a process that was killed
+                probe.unlink()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         remove_empty(made)
         raise
+
+
+def _make_partial(partial: Path, path: Path, setting: str) -> None:
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise InputError(f"{setting} {shown(path)} cannot be written ({reason(error)}); name another folder") from None
 
 
 def check_free(path: Path, *, setting: str) -> None:
@@ -229,7 +273,7 @@ def check_free(path: Path, *, setting: str) -> None:
             raise InputError(f"{setting} {shown(path)} is a symbolic link; name a new folder, or the one it points to")
         if path.exists() and not path.is_dir():
             raise InputError(f"{setting} {shown(path)} is a file; name a new folder")
-        if path.is_dir() and any(path.iterdir()):
+        if path.is_dir() and not all(item.name.startswith(_PROBE) for item in path.iterdir()):
             raise InputError(f"{setting} {shown(path)} is not empty; name a new folder")
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

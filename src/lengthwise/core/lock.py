@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lengthwise.core.atomic_write import shell_quoted
 from lengthwise.core.errors import InputError
+from lengthwise.core.machine import machine, runs, start_time
 
 BEAT_S = 5.0
 """How often the holder of a lock shows that it lives."""
@@ -57,9 +58,9 @@ class Holder:
             parent=parent,
             token=uuid.uuid4().hex,
             host=platform.node(),
-            machine=_machine(),
+            machine=machine(),
             pid=os.getpid(),
-            started=_start_time(os.getpid()),
+            started=start_time(os.getpid()),
             command=" ".join(map(shell_quoted, sys.argv))[:200],
             since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         )
@@ -75,16 +76,7 @@ class Holder:
 
     def is_alive(self) -> bool | None:
         """Whether the process runs; None: it is, or was, on another machine."""
-        if self.machine != _machine():
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:  # another user's
-            return True
-        started = _start_time(self.pid)
-        return not started or not self.started or started == self.started
+        return runs(self.pid, started=self.started) if self.machine == machine() else None
 
 
 class FolderLock:
@@ -250,21 +242,3 @@ class FolderLock:
             if not num_missed:
                 with suppress(OSError, TypeError):
                     os.utime(self.file)
-
-
-def _machine() -> str:
-    """Boot and process namespace, where the system says so; else the name of the machine."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return platform.node()
-
-
-def _start_time(pid: int) -> str:
-    """When a process began, in the kernel's ticks; "dead": it has ended and waits to be buried; empty: unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "dead" if fields[0] in "ZX" else fields[19]

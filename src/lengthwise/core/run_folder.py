@@ -15,7 +15,6 @@ launcher.lock, ranks.lock   who is training into it at the moment
 
 import json
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any
 
 from lengthwise.core.atomic_write import reason, shell_word, shown, write_text
 from lengthwise.core.errors import InputError
+from lengthwise.core.json_lines import drop_steps_from, read_jsonl
 from lengthwise.core.lock import FolderLock, InUseError
-from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
+from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import MAX_DEVICES, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
@@ -179,7 +179,7 @@ class RunFolder:
 
         The last line may be cut off, as by a kill.
         """
-        for path in (self.metrics, self.plans, self.samples, *sorted((self.path / "timeline").glob("rank_*.jsonl"))):
+        for path in (self.metrics, self.plans, self.samples, *self._timelines()):
             try:
                 for number, row in enumerate(read_jsonl(path), 1):
                     step = row.get("step")
@@ -191,6 +191,30 @@ class RunFolder:
                 raise InputError(
                     f"{error}; restore the file, or delete that line, whose record is lost then, and resume again"
                 ) from None
+
+    def drop_steps_from(self, step: int, *, rank: int, num_ranks: int) -> None:
+        """Remove the rows of ``step`` and later ones, which a run that goes on before ``step`` has left behind.
+
+        Each rank calls this before it appends rows: it cleans its own timeline, and the first one also metrics, plans,
+        samples and the timelines of ranks that the run had before. A last line that a kill cut off goes, too.
+
+        Args:
+            step: the next one that the run trains, from 0.
+            rank: of this process.
+            num_ranks: of the run from now on.
+
+        Raises:
+            OSError: a file cannot be read or written; all of its earlier rows are still there.
+        """
+        paths = [self.timeline(rank)]
+        if rank == 0:
+            others = {*self._timelines()} - {self.timeline(number) for number in range(num_ranks)}
+            paths += [self.metrics, self.plans, self.samples, *sorted(others)]
+        for path in paths:
+            drop_steps_from(path, step)
+
+    def _timelines(self) -> list[Path]:
+        return sorted((self.path / "timeline").glob("rank_*.jsonl"))
 
     def _check_folders(self) -> None:
         """Raise ``InputError`` if something else has the name of a folder that a run writes to, perhaps hours later."""
@@ -263,7 +287,7 @@ class RunFolder:
         Of a step trained again after a resume, perhaps on another number of ranks, those of the last time count.
         """
         steps: dict[int, dict[int, Timeline]] = {}
-        for path in sorted((self.path / "timeline").glob("rank_*.jsonl")):
+        for path in self._timelines():
             rank = whole_number(path.stem.removeprefix("rank_"))
             if rank is None:
                 raise InputError(f"{path} is damaged: its name does not end in the number of a rank")
@@ -316,48 +340,6 @@ def timeline_from_row(row: dict[str, Any], rank: int) -> Timeline:
         ),
         memory=tuple(MemorySample(time_s=time, rank=rank, num_bytes=size) for time, size in memory),
     )
-
-
-def cut_unfinished_line(path: Path) -> None:
-    """Take away the last line of a JSON-lines file if a kill cut it off, so that the next row begins a line."""
-    if not path.is_file():
-        return
-    with path.open("rb+") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65_536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            end = start + newline + 1
-            if newline >= 0:
-                break
-        if end < size:
-            file.truncate(end)
-
-
-def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file, if there is one; a last line cut off by a kill is passed over.
-
-    Raises:
-        InputError: a line is damaged; the message names it.
-    """
-    if not path.is_file():
-        return
-    check_regular(path, what="a file of JSON lines")
-    number = 0
-    with path.open("rb") as file:
-        while line := file.readline(MAX_DOCUMENT_BYTES + 1):
-            number += 1
-            if len(line) > MAX_DOCUMENT_BYTES:
-                raise InputError(f"{path}:{number} is damaged: it has more than {MAX_DOCUMENT_BYTES:,} bytes")
-            if line.endswith(b"\n"):
-                try:
-                    row = parse_json(line.rstrip(), finite=False)
-                except ValueError as error:
-                    raise InputError(f"{path}:{number} is damaged: {error}") from None
-                if not isinstance(row, dict):
-                    raise InputError(f"{path}:{number} is damaged: it holds {brief(row)}, not an object")
-                yield row
 
 
 def _step_of(row: dict[str, Any], path: Path) -> int:

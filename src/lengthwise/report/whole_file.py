@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from lengthwise.core.atomic_write import behind_links, is_stream, write_stream
+from lengthwise.core.atomic_write import behind_links, is_stream, partial_of, remove_stale, write_stream
 from lengthwise.core.errors import InputError
 
 
@@ -27,7 +27,7 @@ def check_place(path: Path | None, option: str) -> None:
         place = behind_links(path)
         if not place.parent.is_dir():
             raise InputError(f"cannot write {path}: there is no folder {place.parent}; make it first")
-        probe = _partial(place)
+        probe = partial_of(place)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -60,7 +60,8 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
                 streams[path] = content
                 continue
             place = behind_links(path)
-            partials[place] = _partial(place)
+            partials[place] = partial_of(place)
+            remove_stale(place)
             partials[place].write_bytes(content)
         for path, content in streams.items():
             write_stream(path, content)
@@ -71,8 +72,3 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
-
-
-def _partial(place: Path) -> Path:
-    """The name that a file has until it is whole."""
-    return place.with_name(f"{place.name}.{os.getpid()}.partial")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from math import fsum
 from pathlib import Path
 from statistics import mean, median
@@ -11,8 +10,9 @@ from typing import Any
 from lengthwise.core.arguments import arguments_checked
 from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.json_lines import read_jsonl
 from lengthwise.core.read_file import brief
-from lengthwise.core.run_folder import read_jsonl
+from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.step_plan import StepPlan, most_devices, step_with_other_devices
 from lengthwise.core.wording import GIB, whole_number
 from lengthwise.sim.engine import simulate as simulate_step
@@ -37,7 +37,7 @@ def simulate(
 
     Args:
         plans: what `lengthwise.plan` returned, one of them, or a file of plans: plans.jsonl of a run or of
-            `lengthwise plan --out`.
+            `lengthwise plan --out`, in which the last plan of a step and policy counts.
         jitter: sigma of a lognormal factor of mean 1 on the time of every micro-batch, such as 0.1.
         stragglers: rank -> how many times slower it computes, at least 1.
         overlap: share of the update that runs beneath computation, from 0 to 1, instead of what the plan says; None:
@@ -68,13 +68,21 @@ def simulate(
 def read_plans(path: Path, *, steps: int | None = None) -> list[StepPlan]:
     """The first ``steps`` plans of a file, a JSON object a line; None: all.
 
+    Of a step that a run trained twice the last plan counts. In a file that lies in no run folder, so does the last one
+    of a step and a policy: it may hold the plans of several policies one after another.
+
     Raises:
         InputError: there are none, or one is damaged.
     """
-    plans = [_plan(row, path) for row in islice(read_jsonl(path), steps)]
-    if not plans:
+    is_of_run = path.name == RunFolder(path.parent).plans.name and RunFolder(path.parent).config.is_file()
+    rows: dict[tuple[str, str | None], dict[str, Any]] = {}
+    for row in read_jsonl(path):
+        key = brief(row.get("step")), None if is_of_run else brief(row.get("policy"))
+        if key in rows or steps is None or len(rows) < steps:
+            rows[key] = row
+    if not rows:
         raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {shell_word(path)}")
-    return plans
+    return [_plan(row, path) for row in rows.values()]
 
 
 def ends_within_line(path: Path) -> bool:

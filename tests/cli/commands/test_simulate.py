@@ -3,7 +3,7 @@
 import gzip
 import json
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 
 from lengthwise.core.specs import model_preset
 from lengthwise.core.version import __version__
+from lengthwise.session.simulate_plans import simulate
 from tests.report.fake_run import make_run
 from tests.sim.plans import lane, make_plan
 
@@ -63,6 +64,20 @@ def test_losses_are_shares_of_the_device_time(cli, staged):
 
 def test_steps_limits_what_is_read(cli, staged):
     assert json.loads(cli("simulate", staged, "--steps", 2, "--json")[1])["num_steps"] == 2
+
+
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_of_a_step_that_is_there_twice_the_last_plan_counts(cli, tmp_path, is_of_run):
+    """In a run that changed its policy, too; other files may hold the plans of several policies."""
+    again = [make_plan([lane(9.0)], step=1), replace(make_plan([lane(8.0)], step=1), policy="other")]
+    path = write(tmp_path / "plans.jsonl", *(make_plan([lane(1.0)], step=step) for step in range(3)), *again)
+    if is_of_run:
+        (tmp_path / "config.yaml").write_text("{}")
+    first, both = (json.loads(cli("simulate", path, *more, "--json")[1]) for more in (["--steps", 2], []))
+    assert (first["num_steps"], both["num_steps"]) == (2, 3 if is_of_run else 4)
+    times_s = [step.step_time_s for step in simulate(path)]
+    update_s = times_s[0] - 1
+    assert [round(time_s - update_s, 6) for time_s in times_s] == ([1, 8, 1] if is_of_run else [1, 9, 1, 8])
 
 
 def test_a_straggler_slows_the_step_by_its_factor(cli, single):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lengthwise.core.run_folder import RunFolder, read_jsonl
+from lengthwise.core.json_lines import read_jsonl
+from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.train.step_metrics import Row
 from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves

@@ -1,6 +1,6 @@
 import json
 
-from lengthwise.core.run_folder import read_jsonl
+from lengthwise.core.json_lines import read_jsonl
 from lengthwise.runtime.train.step_metrics import TimelineLines
 
 

@@ -48,15 +48,18 @@ def test_trackio_gets_the_numbers_of_a_step_and_goes_on_with_a_resumed_run(packa
     assert package.finish.call_count == 2
 
 
-def test_tensorboard_shows_steps_trained_again_once(tmp_path):
+@pytest.mark.parametrize("first", [2, 0])
+def test_tensorboard_shows_steps_trained_again_once(tmp_path, first):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for number, steps in enumerate(([0, 1, 2, 3], [2, 3, 4])):
+    for number, steps in enumerate((range(4), range(first, 5))):
         tracker = TensorBoard(tmp_path)
         for step in steps:
             tracker.on_step({"step": step, "loss/avg": step + 10.0 * number})
         tracker.close()
     events = accumulators.EventAccumulator(str(tmp_path)).Reload().Scalars("loss/avg")
-    assert [(event.step, event.value) for event in events] == [(0, 0), (1, 1), (2, 12), (3, 13), (4, 14)]
+    assert [(event.step, event.value) for event in events] == [
+        (step, step + 10.0 * (step >= first)) for step in range(5)
+    ]
 
 
 @pytest.mark.parametrize("package", ["mlflow"], indirect=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.analyze_ranks import analyze_as_rank, analyze_from_here
-from lengthwise.cli.launch import check_torch, is_rank
+from lengthwise.cli.launch import check_rank_options, check_torch, is_rank
 from lengthwise.cli.shared_options import ComputeDevice, ComputeDtype, tokens_from
 from lengthwise.cli.tables.analysis_table import print_analysis
 
@@ -59,6 +59,7 @@ def run(
     from lengthwise.index.store import open_index
     from lengthwise.runtime.analyze.request import MAX_TOKENS, AnalysisRequest, parse_metric
 
+    check_rank_options(nproc)
     kind, target, usual_name = parse_metric(metric)
     request = AnalysisRequest(
         kind=kind,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
+from lengthwise.cli.launch import check_rank_options, check_torch, is_rank, split_arguments, torchrun
 from lengthwise.cli.shared_options import Json, Methods, tokens_from
 from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy, print_profile, profile_document
 from lengthwise.core.atomic_write import is_stream, make_folder, remove_empty, shown
@@ -49,6 +49,7 @@ def run(
     from lengthwise.config.run_config import load
     from lengthwise.cost.profiled.fitted import fit
 
+    check_rank_options(nproc)
     path, changes = split_arguments(config, overrides)
     changes += [f"plan.methods=[{','.join(chosen)}]"] if (chosen := parse_methods(methods)) else []
     changes += [f"plan.degree={degree}"] if degree else []

@@ -87,9 +87,8 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._has_begun = True
-        if step > 0:
-            start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
-            self._writer.file_writer.add_event(start)
+        start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
+        self._writer.file_writer.add_event(start)
 
 
 class WeightsAndBiases:

@@ -11,7 +11,7 @@ from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import is_of_disk, reason, shell_word
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
-from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
+from lengthwise.core.run_folder import RunFolder, timeline_to_row
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
@@ -155,9 +155,9 @@ class TrainingLoop:
         stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
         self.engine.begin()
         self._saver.connect()
+        stop.begin_steps()
         writers = self._writers()
         self._counted(self.stream.state_dict())
-        stop.begin_steps()
         sampler = self.stream.state_dict()
         try:
             cause = self._validate_outstanding(stop, writers)
@@ -290,13 +290,13 @@ class TrainingLoop:
                 writers["samples"].on_step(row)
 
     def _writers(self) -> dict[str, JsonLines]:
+        self.folder.drop_steps_from(self.next_step, rank=self.world.rank, num_ranks=self.world.size)
         paths = {"timeline": self.folder.timeline(self.world.rank)} if self.config.train.timeline else {}
         if self.world.is_first:
             paths |= {"plans": self.folder.plans, "metrics": self.folder.metrics}
             paths |= {"samples": self.folder.samples} if self.samples is not None else {}
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
-            cut_unfinished_line(path)
         return {name: (TimelineLines if name == "timeline" else JsonLines)(path) for name, path in paths.items()}
 
     def _save_if_due(self, sampler: dict[str, Any], cause: StopCause) -> None:
