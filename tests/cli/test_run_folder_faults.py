@@ -12,9 +12,11 @@ from signal import SIGINT, SIGTERM
 
 import pytest
 
+from lengthwise.cli.claim import claimed
 from lengthwise.cli.ending import ask_to_stop
 from lengthwise.cli.refused_resume import EarlierStatus
 from lengthwise.cli.restart import DONE, RUNNING, note_begun, write_status
+from lengthwise.core.errors import InputError
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint import candidates, latest, verify
@@ -83,11 +85,18 @@ def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left_behind(
     assert listing(tmp_path) == before
 
 
+def test_a_run_that_goes_on_is_not_told_to_name_another_folder(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    refused = pytest.raises(InputError, match=r"cannot be written .*: make it writable, or cp -r .* COPY and resume")
+    with refused, claimed(RunFolder(tmp_path / "file" / "run"), is_new=False):
+        pass
+
+
 def test_a_disk_without_a_byte_left_is_noticed_before_ranks_are_started(cli, corpus, tmp_path, monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     told = refusal(cli, "train", *settings(corpus, tmp_path / "a" / "b", *SMALL))
     assert "cannot be written (No space left on device)" in told
     assert not listing(tmp_path)

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lengthwise.core.atomic_write import make_folder, reason, remove_empty, shown
+from lengthwise.core.atomic_write import make_folder, reason, remove_empty, shell_word, shown
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import STALE_S, FolderLock, InUseError
 from lengthwise.core.run_folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "LENGTHWISE_LOCK"
 """How ranks know that the launcher that holds their folder is the one that started them."""
+_COPIED = "a run goes on in its own folder: make it writable, or cp -r {path} COPY and resume that"
+"""What to do about the folder of a run that is resumed."""
 _tokens: set[str] = set()
 """Of the locks of the run that this process is a rank of."""
 
@@ -31,7 +33,8 @@ def claimed(folder: RunFolder, *, is_new: bool) -> Iterator[RunFolder]:
     Raises:
         InputError: another run uses it, or left its files there, or it cannot be written.
     """
-    made = make_folder(folder.path, setting="run_folder")
+    way_out = "name another folder" if is_new else _COPIED.format(path=shell_word(folder.path))
+    made = make_folder(folder.path, setting="run_folder", way_out=way_out)
     lock = folder.lock(LAUNCHER_LOCK)
     try:
         _acquire(lock)

@@ -105,7 +105,7 @@ def full_disk_behind(error: BaseException) -> OSError | None:
     return None
 
 
-def make_folder(path: Path, *, setting: str) -> list[Path]:
+def make_folder(path: Path, *, setting: str, way_out: str = "name another folder") -> list[Path]:
     """Make a folder with its parents, in which files can be written; returns the new ones, the outermost first.
 
     Raises:
@@ -131,7 +131,7 @@ def make_folder(path: Path, *, setting: str) -> list[Path]:
         if not isinstance(error, OSError | ValueError):  # the latter for a null character
             raise
         words = reason(error) if isinstance(error, OSError) else str(error)
-        raise InputError(f"{setting} {shown(path)} cannot be written ({words}); name another folder") from None
+        raise InputError(f"{setting} {shown(path)} cannot be written ({words}); {way_out}") from None
     return made
 
 
