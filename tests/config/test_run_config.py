@@ -79,7 +79,7 @@ def test_lists_and_names_are_asked_for_in_words():
         "1_000",
         "a: b",
         "1.10",
-        "'a'",
+        "a's",
         "~",
         "# a",
         "!x y",
@@ -92,6 +92,10 @@ def test_a_setting_that_is_text_is_taken_as_it_is_given(text, tmp_path):
     for key in keys:
         config = load(tmp_path / "config.yaml" if key == "data.index" else None, [f"{key}={text}"])
         assert attrgetter(key)(config) == text
+
+
+def test_a_text_in_quotes_is_what_they_hold():
+    assert load(None, ["run_folder='set #2'"]).run_folder == load(None, ['run_folder="set #2"']).run_folder == "set #2"
 
 
 def test_what_no_setting_is_cut_to_is_refused():
