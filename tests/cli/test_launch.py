@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from lengthwise.cli import train_config
-from lengthwise.cli.launch import SAFE_PATH, _only_installed_modules, prefer_expandable_segments, split_arguments
+from lengthwise.cli.launch import (
+    SAFE_PATH,
+    _only_installed_modules,
+    are_preempted,
+    prefer_expandable_segments,
+    split_arguments,
+)
 from lengthwise.cli.restart import CRASHED, DONE, read_status, write_status
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
@@ -104,3 +110,10 @@ def test_what_is_neither_a_file_nor_a_setting_is_refused_as_both(tmp_path, monke
             split_arguments(Path(name), [])
     for change in ("data.index=a/b.yaml", "run_folder=" + "x" * 5000, "lr=0.1"):
         assert split_arguments(Path(change), []) == (None, [change])
+
+
+@pytest.mark.parametrize(
+    ("exit_codes", "expected"), [((75, 75), True), ((75, -15), True), ((-15,), False), ((75, 1), False), ((), False)]
+)
+def test_ranks_that_were_asked_to_stop_are_told_by_their_exit_codes(exit_codes, expected):
+    assert are_preempted(exit_codes) == expected

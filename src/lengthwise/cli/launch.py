@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
 from lengthwise.core.atomic_write import shown
-from lengthwise.core.errors import InputError, missing_package
+from lengthwise.core.errors import InputError, Preempted, missing_package
 from lengthwise.core.launcher_variables import has_rank, rank_and_size
 from lengthwise.core.processes import check_processes
 from lengthwise.core.read_file import brief
@@ -59,6 +59,8 @@ class LaunchOutcome:
     """Which rank ended first, and how, whatever ended it."""
     was_asked: bool = False
     """Whether a signal asked the launcher to stop them."""
+    is_preempted: bool = False
+    """Whether they ended as they do when they were asked to stop."""
 
     def __bool__(self) -> bool:
         return self.well
@@ -153,6 +155,7 @@ def torchrun(
                     killed=killed_first(failed.failures),
                     failed=failed_first(failed.failures),
                     was_asked=bool(signals.received),
+                    is_preempted=are_preempted(failure.exitcode for failure in failed.failures.values()),
                 )
             except KeyboardInterrupt:  # raised below torchrun when the ranks were killed, so that it starts none again
                 ended = LaunchOutcome(well=False, was_asked=True)
@@ -185,6 +188,12 @@ def killed_first(failures: "Mapping[int, ProcessFailure]") -> str:
         return ""  # by torchrun; those that lose a rank end within seconds
     hint = ", as the system does where memory runs out" if -first.exitcode == signal.SIGKILL else ""
     return f"rank {first.local_rank} was killed by {first.signal_name()}{hint}"
+
+
+def are_preempted(exit_codes: Iterable[int]) -> bool:
+    """Whether ranks ended as one does that was asked to stop, or by the signal that torchrun ends the others with."""
+    codes = set(exit_codes)
+    return Preempted.exit_code in codes and codes <= {Preempted.exit_code, -signal.SIGTERM}
 
 
 def failed_first(failures: "Mapping[int, ProcessFailure]") -> str:

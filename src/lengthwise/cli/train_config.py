@@ -23,7 +23,7 @@ from lengthwise.cli.launch import (
     torchrun,
 )
 from lengthwise.cli.refused_resume import EarlierStatus, check_paths, check_settings
-from lengthwise.cli.restart import CRASHED, DONE, OVER, PREEMPTED, read_status, write_status
+from lengthwise.cli.restart import CRASHED, DONE, OVER, PREEMPTED, RUNNING, read_status, write_status
 from lengthwise.config.run_config import Config, load, load_saved
 from lengthwise.core.arguments import arguments_checked, as_names, check_arguments
 from lengthwise.core.atomic_write import shell_word, shown
@@ -259,6 +259,11 @@ def _launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts
     if ended.was_asked and not status:
         earlier.put_back()
         raise Preempted("asked to stop before the ranks had started; start it again")
+    if ended.was_asked and ended.is_preempted and status.get("state") == RUNNING:  # before ranks could say so
+        words = f"asked to stop before its first step. {way_on(folder)}"
+        write_status(folder, PREEMPTED, exit_code=Preempted.exit_code, error=words)
+        earlier.put_back()
+        raise Preempted(words)
     error = error_of(folder, killed=ended.killed, failed=ended.failed)
     earlier.put_back()
     raise error
