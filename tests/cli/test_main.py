@@ -261,3 +261,11 @@ def test_commands_that_need_torch_say_so_before_they_write_anything(tmp_path):
     for name, *_ in NEEDING_TORCH:
         assert (tmp_path / f"{name}.err").read_text().endswith(f"error: {NO_TORCH}\n"), name
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == ["DIR", "SRC"], name
+
+
+def test_commands_say_that_the_current_folder_was_removed(cli, tmp_path, monkeypatch):
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    code, _, error = cli("config")
+    assert code == 2 and "the current folder was removed" in error

@@ -6,7 +6,8 @@ import torch
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, InfeasibleError
+from lengthwise.session import stock_comparison
 from tests.session import models
 from tests.session.structure_runs import OPTIONS
 from tests.session.structures import Plain
@@ -51,6 +52,19 @@ def test_a_token_that_no_example_had_is_compared_before_it_is_trained():
         ):
             run.step(with_token(SEPARATOR))
     run.close()
+
+
+@pytest.mark.parametrize("items", [with_token(SEPARATOR), EXAMPLES * 9], ids=["tokens", "sizes"])
+def test_what_there_is_no_memory_to_compare_with_is_warned_of_once(monkeypatch, caplog, items):
+    def without_memory(*_arguments, **_options):
+        raise InfeasibleError("no memory")
+
+    model, run = run_of(Plain)
+    with run:
+        monkeypatch.setattr(stock_comparison, "_check_ways", without_memory)
+        for _ in range(3):
+            train(run, model, items)
+    assert caplog.text.count("packs were not compared again: no memory") == 1
 
 
 def mean_of_its_own(output, micro_batch):

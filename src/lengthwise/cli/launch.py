@@ -71,6 +71,11 @@ def is_rank() -> bool:
     return has_rank()
 
 
+def speaks_for_all() -> bool:
+    """Whether this process says what became of a command: of ranks the first alone, and none whose launcher does."""
+    return is_first() and not (is_rank() and LAUNCHER_VARIABLE in os.environ)
+
+
 def check_rank_options(nproc: int | None, *, max_restarts: int = 0) -> None:
     """Raise ``InputError`` if this process counts as a rank, and is asked to start other ranks than there are.
 

@@ -14,11 +14,11 @@ import typer.core
 import typer.main
 
 from lengthwise.cli.failures import CommandFailed, explain
-from lengthwise.cli.launch import LAUNCHER_VARIABLE, is_rank
+from lengthwise.cli.launch import is_rank, speaks_for_all
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.cli.signals import Terminated, ended_by_signals, stoppable_start
 from lengthwise.core.atomic_write import reason
-from lengthwise.core.errors import LengthwiseError, Preempted
+from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.session.console import discard_stdout, emit_json, prepare_streams, print_error, write_out
 
 HELP = {"help_option_names": ["--help", "-h"]}
@@ -128,7 +128,7 @@ def main() -> None:
         print_error(str(stopped))
         sys.exit(stopped.exit_code)
     except Preempted as stopped:  # before the command was called
-        if _tells_of_stop():
+        if speaks_for_all():
             if "--json" in sys.argv:
                 _emit_error(explain(stopped).to_json())
             print_error(str(stopped))
@@ -137,7 +137,7 @@ def main() -> None:
         if "--json" in sys.argv:
             _emit_error(failed.to_json())
         _drop_unwritten()
-        if failed.exit_code == Preempted.exit_code and not _tells_of_stop():
+        if failed.exit_code == Preempted.exit_code and not speaks_for_all():
             sys.exit(failed.exit_code)
         note_for_torchrun(failed.message)
         if not is_first():
@@ -167,13 +167,6 @@ def _drop_unwritten() -> None:
     """Throw away what a command that failed could not write to stdout: python would fail for it as it ends."""
     with suppress(LengthwiseError, BrokenPipeError):
         write_out("")
-
-
-def _tells_of_stop() -> bool:
-    """Whether this process says that a signal stopped it, before it had begun: of ranks the first alone, and none whose
-    launcher tells what became of them, as torchrun also stops all ranks where one has failed.
-    """
-    return is_first() and not (is_rank() and LAUNCHER_VARIABLE in os.environ)
 
 
 def _signals_of(command: list[str]) -> AbstractContextManager[None]:
@@ -210,12 +203,21 @@ def _add_way_out(error: Any) -> None:
         )
 
 
+def _check_folder() -> None:
+    """Raise ``InputError`` if the folder in which this was started is gone: torch ends the process for it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the current folder was removed; change to one that is there, such as with: cd") from None
+
+
 def _guarded(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command so that its exceptions are explained, before the parser of the command line sees them."""
 
     @wraps(run)
     def run_guarded(*arguments: Any, **options: Any) -> None:
         try:
+            _check_folder()
             run(*arguments, **options)
             write_out("")
         except BrokenPipeError:  # such as `lengthwise config | head -1`: the reader has what it wants

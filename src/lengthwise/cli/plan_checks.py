@@ -31,6 +31,14 @@ def check_plans_of_run(config: Config, plans: "PlanFile", corpus: "Corpus", *, f
     plans.check_batches(sampler, len(steps))
 
 
+def check_plans_are_for(plans: "PlanFile", spec: ModelSpec, num_ranks: int) -> None:
+    """Raise ``InputError`` if a plan is for another number of ranks or layers, or the model cannot share as it says."""
+    from lengthwise.runtime.train.executable import check_executable
+
+    for plan in plans.representatives():
+        check_executable(plan, spec, num_ranks)
+
+
 def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster: ClusterSpec) -> None:
     """Check that the model and the ranks can execute every plan, and that no micro-batch exceeds a device's memory.
 
@@ -38,10 +46,7 @@ def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster:
         InputError: a plan is for another number of ranks or layers, or uses a method that the model cannot share by.
         InfeasibleError: a micro-batch needs more memory than a device has, under the analytic cost model.
     """
-    from lengthwise.runtime.train.executable import check_executable
-
-    for plan in plans.representatives():
-        check_executable(plan, spec, cluster.num_devices)
+    check_plans_are_for(plans, spec, cluster.num_devices)
     cost = AnalyticCost(
         model=spec, cluster=cluster, dtype=config.train.dtype, state_on_host=is_on_host(config.train.offload_state),
         narrow_gradients=config.optim.optimizer_settings.narrow_gradients,

@@ -143,7 +143,7 @@ def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFo
 
 def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
     """Refuse here, before ranks are started and a folder is made, what can be without them; ``resumed``: a run."""
-    from lengthwise.cli.plan_checks import check_plans_of_run
+    from lengthwise.cli.plan_checks import check_plans_are_for, check_plans_of_run
     from lengthwise.cli.verify import verify_corpus
     from lengthwise.core.specs import ModelSpec
     from lengthwise.data.corpus import open_corpus
@@ -175,6 +175,8 @@ def _check(config: Config, *, nproc: int, resumed: RunFolder | None) -> None:
         check_settings(config, sampler, resumed)
     if config.plan.file:
         plans = open_plans(config, show_progress=True)
+        if isinstance(model, ModelSpec):
+            check_plans_are_for(plans, model, nproc)
         if resumed is None:
             check_plans_of_run(config, plans, corpus)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.wording import counted
 from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.loop.brought_items import LABELS, TOKENS, SequenceColumns
@@ -61,11 +62,12 @@ class NewKinds:
         prepared.collator = replace(before, kinds=kinds)
         try:
             yield bool(parts)
+        except InfeasibleError:  # nor is there memory at the next step
+            self._take_for_compared(kinds if parts else {})
+            raise
         finally:
             prepared.collator = before
-        if parts:
-            self._is_due, self._num_compared = False, self._num_compared + 1
-            self._note(kinds)
+        self._take_for_compared(kinds if parts else {})
 
     def _in_words(self) -> str:
         new, before = self._new(), self._prepared.collator.kinds[TOKENS]
@@ -77,6 +79,11 @@ class NewKinds:
 
     def _new(self) -> dict[str, np.ndarray]:
         return {name: values for name, values in self._slots.columns().items() if not name.startswith(_SIGN)}
+
+    def _take_for_compared(self, kinds: Mapping[str, np.ndarray]) -> None:
+        if kinds:
+            self._is_due, self._num_compared = False, self._num_compared + 1
+            self._note(kinds)
 
     def _note(self, kinds: Mapping[str, np.ndarray]) -> None:
         """Take slots for compared."""

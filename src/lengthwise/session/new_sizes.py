@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.loop.brought_items import TOKENS, SequenceColumns
@@ -56,6 +57,9 @@ class NewSizes:
         self.num_slots = max(self.num_slots, *(MORE * num_slots for _, num_slots in parts))
         try:
             yield self.num_slots > before[1]
+        except InfeasibleError:  # nor is there memory at the next step
+            self._new_lengths, self._new_slots = set(), 0
+            raise
         except BaseException:
             self.lengths, self.num_slots = before
             raise

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lengthwise.cli.ending import way_on
+from lengthwise.cli.launch import LAUNCHER_VARIABLE
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
@@ -20,7 +21,7 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.planning import make_sampler
-from tests.cli.runs import lengthwise, make_corpus, settings
+from tests.cli.runs import SMALL_MODEL, lengthwise, make_corpus, settings
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +300,25 @@ def test_what_cannot_run_is_refused_with_the_right_exit_code(
     status = RunFolder(tmp_path).read_json("status.json")
     assert (status["state"], status["exit_code"]) == ("failed", code)
     assert message in status["error"]
+
+
+def test_plans_of_another_model_are_refused_before_ranks_start(cli, corpus, tmp_path):
+    plans, few = tmp_path / "plans.jsonl", ["cluster.name=1xcpu", "model.num_layers=3"]
+    code, _, error = cli("plan", *options(corpus, tmp_path / "run"), *few, "--out", plans)
+    assert code == 0, error
+    code, _, error = cli("train", *options(corpus, tmp_path / "run"), "--plan", plans)
+    assert code == 2 and "hold 3 layers, model" in error and not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_another_launcher_started_prints_the_profile(cli, corpus, tmp_path, monkeypatch):
+    command = ["profile", f"data.index={corpus}", *SMALL_MODEL, "--max-length", "256", "--out", tmp_path / "p.json"]
+    lengthwise(*command, "--repeats", "1")
+    monkeypatch.setattr("lengthwise.cli.commands.profile.measure_as_rank", lambda *_, **__: None)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert json.loads(cli(*command, "--json")[1])["profile"] == str(tmp_path / "p.json")
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
+    assert cli(*command, "--json") == (0, "", "")
 
 
 @pytest.mark.deep

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.launch import check_rank_options, check_torch, is_rank, split_arguments, torchrun
+from lengthwise.cli.launch import check_rank_options, check_torch, is_rank, speaks_for_all, split_arguments, torchrun
 from lengthwise.cli.shared_options import Json, Methods, tokens_from
 from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy, print_profile, profile_document
 from lengthwise.core.atomic_write import is_stream, make_folder, remove_empty, shown
@@ -59,18 +59,13 @@ def run(
     packs = packs_to_measure(resolved, lengths, max_length=max_length, max_tokens=max_tokens)
     if is_rank():
         measure_as_rank(resolved, out, packs=packs, repeats=repeats, max_degree=max_degree)
-        return
-    if out.is_dir():
-        raise InputError(f"--out {shown(out)} is a folder; name a file in it")
-    check_torch()
-    made = make_folder(out.parent, setting="--out in")
-    options = {"lengths": lengths, "max-length": max_length, "max-tokens": max_tokens, "max-degree": max_degree}
-    arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), "--repeats", str(repeats)]
-    arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
-    ended = torchrun(arguments, nproc=nproc)
-    if not ended:
-        remove_empty(made)
-        raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
+        if not speaks_for_all():
+            return
+    else:
+        options = {"lengths": lengths, "max-length": max_length, "max-tokens": max_tokens, "max-degree": max_degree}
+        arguments = [*([str(path)] if path else []), *changes, "--repeats", str(repeats)]
+        arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
+        _measure_with_ranks(out, arguments, nproc=nproc)
     table = ProfileTable.load(out)
     unseen = errors_on_unseen_rows(resolved, table) if leave_out else ()
     if as_json:
@@ -78,6 +73,17 @@ def run(
     else:
         print_profile(table, fit(table), out, unseen)
         print_accuracy(*learned_accuracy(table))
+
+
+def _measure_with_ranks(out: Path, arguments: list[str], *, nproc: int) -> None:
+    """Start ranks that write the profile; raise ``LengthwiseError`` if they fail."""
+    if out.is_dir():
+        raise InputError(f"--out {shown(out)} is a folder; name a file in it")
+    check_torch()
+    made = make_folder(out.parent, setting="--out in")
+    if not (ended := torchrun(["profile", *arguments, "--out", str(out)], nproc=nproc)):
+        remove_empty(made)
+        raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
 
 
 def _check_out(out: Path) -> None:

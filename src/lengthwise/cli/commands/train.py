@@ -1,13 +1,11 @@
 """`lengthwise train`: torchrun on one machine; under torchrun, one rank."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lengthwise.cli.launch import LAUNCHER_VARIABLE, is_rank, split_arguments
-from lengthwise.cli.rank_errors import is_first
+from lengthwise.cli.launch import speaks_for_all, split_arguments
 
 
 def run(
@@ -45,5 +43,5 @@ def run(
     folder = train(
         path, changes, nproc=nproc, resume=resume, fall_back=fall_back, max_restarts=max_restarts, quiet=quiet
     )
-    if as_json and (not is_rank() or (is_first() and LAUNCHER_VARIABLE not in os.environ)):
+    if as_json and speaks_for_all():
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
