@@ -167,11 +167,17 @@ def kinds_of(
 ) -> dict[str, np.ndarray]:
     """Slots that differ in a sample of sequences whose items are not read before the run."""
     kinds = DistinctSlots(special)
-    for number in np.unique(np.linspace(0, num_sequences - 1, _SAMPLED).astype(int)).tolist():
+    for number in sampled(num_sequences):
         tokens = np.asarray(tokens_of(number))
         if tokens.dtype.kind in "iu":
             kinds.add(tokens[:_SAMPLED_TOKENS], None, {})
     return kinds.columns()
+
+
+def sampled(num_sequences: int) -> list[int]:
+    """The numbers of sequences that are looked at where not all are, evenly spread."""
+    numbers: list[int] = np.unique(np.linspace(0, num_sequences - 1, _SAMPLED).astype(int)).tolist()
+    return numbers
 
 
 def special_tokens(model: Any) -> frozenset[int]:

@@ -21,6 +21,7 @@ from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
 from lengthwise.session.label_counts import LabelCounts
+from lengthwise.session.sequence_ends import SequenceEnds
 from lengthwise.session.sequence_units import check_all_units, shared_tree
 
 _log = logging.getLogger("lengthwise")
@@ -52,6 +53,7 @@ class DatasetItems:
     """The largest label that is predicted, and its item; None: items are no token ids."""
     label_counts: LabelCounts = field(default_factory=LabelCounts)
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ends: SequenceEnds = field(default_factory=SequenceEnds)
     windows: tuple[CorpusWindow, ...] = ()
     """Slots of several sequences, where they have numbers that are no token ids."""
     offsets: np.ndarray | None = None
@@ -115,6 +117,7 @@ class _Scan:
 
     channels: ChannelKinds
     kinds: DistinctSlots
+    ends: SequenceEnds = field(default_factory=SequenceEnds)
     labels: LabelCounts = field(default_factory=LabelCounts)
     lengths: list[int] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
@@ -188,6 +191,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         largest_label=scan.largest_label if size == 1 else None,
         label_counts=scan.labels,
         kinds=scan.kinds.columns(scan.channels.slots()),
+        ends=scan.ends,
         windows=scan.channels.windows(),
         offsets=np.array(scan.offsets, dtype=np.int64) if scan.has_units else None,
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
@@ -233,8 +237,9 @@ def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) ->
     of_loss = {name: values for name, values in row.passed.items() if name in expected.loss_columns}
     of_model = {name: values for name, values in row.passed.items() if name not in of_loss}
     looked = (*["tokens"] * (expected.slot_tokens > 1), *of_loss)
+    all_columns = {"tokens": row.tokens, **({} if row.labels is None else {"labels": row.labels}), **row.passed}
+    scan.ends.add(all_columns, row.bounds)
     if looked:
-        all_columns = {"tokens": row.tokens, **({} if row.labels is None else {"labels": row.labels}), **row.passed}
         scan.channels.add(number, all_columns, looked, row.bounds)
     if expected.slot_tokens > 1:
         return

@@ -17,10 +17,11 @@ from lengthwise.data.max_length import CorpusView, apply_max_length
 from lengthwise.index.store import open_index
 from lengthwise.runtime.wrap.corpus_window import CorpusWindow
 from lengthwise.runtime.wrap.unit_members import Units
-from lengthwise.session.check_sample import kinds_of
+from lengthwise.session.check_sample import kinds_of, sampled
 from lengthwise.session.dataset_items import DatasetItems, read_items
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, is_mapping
+from lengthwise.session.sequence_ends import Columns, SequenceEnds
 
 _log = logging.getLogger("lengthwise")
 
@@ -156,6 +157,18 @@ class RunSequences:
         if self.tokens(0).ndim > 1:
             return {}
         return kinds_of(self.tokens, len(self.lengths.lengths), self.special_tokens)
+
+    def borders(self) -> tuple[Columns, ...]:
+        """Short sequences that follow one another in a pack as those of the corpus may."""
+        longest = self.computed_lengths.max_length
+        if isinstance(self.store, DatasetItems):
+            longest //= self.store.columns.expected.slot_tokens
+            return self.store.ends.borders(longest, are_all=not (self.view.ledger.split or self.view.ledger.truncated))
+        ends, num_sequences = SequenceEnds(), len(self.lengths.lengths)
+        for number in (numbers := sampled(num_sequences)):
+            tokens = np.asarray(self.tokens(number))
+            ends.add({"tokens": tokens}, (0, len(tokens)))
+        return ends.borders(longest, are_all=len(numbers) == num_sequences)
 
     def _column(self, name: str) -> Callable[[int], np.ndarray] | None:
         store = self.store

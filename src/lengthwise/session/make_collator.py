@@ -52,6 +52,7 @@ def make_collator(
         special=sequences.special,
         kinds=sequences.kinds(),
         windows=sequences.windows,
+        borders=sequences.borders(),
         longest=sequences.computed_lengths.max_length // options.slot_tokens,
         compared_lengths=lengths_of_corpus(slots) if has_lengths_of_corpus else (),
         slots_of_corpus=slots if has_lengths_of_corpus else None,

@@ -148,6 +148,25 @@ class ReorderedSlots:
         return values[(start + np.arange(self._lengths[sequence])) % len(values)]
 
 
+class BorderSequences:
+    """A source of the short sequences that meet as those of the corpus may."""
+
+    def __init__(self, collator: PackCollator) -> None:
+        self._collator = collator
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """The tokens of a sequence."""
+        return self._collator.borders[sequence]["tokens"]
+
+    def column(self, name: str, sequence: int, /) -> np.ndarray:
+        """The values of a further column for a sequence."""
+        return self._collator.borders[sequence][name]
+
+    def labels(self, sequence: int, /) -> np.ndarray:
+        """The labels of a sequence, with a loss for every token."""
+        return np.maximum(self.column("labels", sequence), 0)
+
+
 def _repeated(collator: PackCollator, lengths: tuple[int, ...]) -> dict[str, Callable[[int], np.ndarray]]:
     """Columns for the loss of sequences of ``lengths`` slots, repeated from the first sequence."""
 
@@ -215,6 +234,21 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
             name: partial(source.column, name) if name in before.kinds else repeated
             for name, repeated in _repeated(before, lengths).items()
         },
+    ):
+        yield
+
+
+@contextmanager
+def synthetic_borders(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
+    """Within, the run's sequences 0, 1, ... are those that meet as sequences of the corpus may; ``lengths``: theirs."""
+    before, source = run.collator, BorderSequences(run.collator)
+    assert lengths == tuple(len(border["tokens"]) for border in before.borders[: len(lengths)]), "as they are listed"
+    with _replaced(
+        run,
+        source=source,
+        labels=before.labels and (source.tokens if before.objective == NEXT_TOKEN else source.labels),
+        passed={name: partial(source.column, name) for name in before.passed},
+        loss_columns={name: partial(source.column, name) for name in before.loss_columns},
     ):
         yield
 

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -27,6 +29,17 @@ SEEN_FORWARD = 1 << 15
 RECOMPUTE = ("none", "all", "alternate")
 
 
+class Slots(Enum):
+    """Which slots of the corpus sequences are made of."""
+
+    FEW = auto()
+    """Those of the first sequence, or of several where they differ."""
+    ALL_KINDS = auto()
+    """All that differ."""
+    ENDS = auto()
+    """The first and the last ones of sequences."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComputeSetting:
     """One way in which a plan may compute a pack: lengths, degree, recompute and offload."""
@@ -41,8 +54,7 @@ class ComputeSetting:
     gradients: bool = True
     head_groups: int = 1
     """Groups of heads that attention computes one after the other."""
-    kinds: bool = False
-    """Whether its slots are of all kinds that the corpus has, rather than those of the first sequence."""
+    slots: Slots = Slots.FEW
 
     def __str__(self) -> str:
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
@@ -102,10 +114,14 @@ def settings_of(
     work = WORK.get(run.world.device.type, WORK["cuda"])
     if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
         settings += [
-            ComputeSetting(lengths=kinds, degree=degree, method=methods[0], recompute=recompute[-1], kinds=True)
+            ComputeSetting(
+                lengths=kinds, degree=degree, method=methods[0], recompute=recompute[-1], slots=Slots.ALL_KINDS
+            )
             for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
+    if ends := _lengths_of_borders(run, longest):
+        settings.append(ComputeSetting(lengths=ends, degree=1, recompute=recompute[-1], slots=Slots.ENDS))
     if longest <= max(lengths) or run.collator.compared_lengths:
         return settings
     long = slots_with_gradients(run, longest)
@@ -145,6 +161,17 @@ def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple
         lengths.append(min(limit, max(2, left - left // 2)))
         left -= lengths[-1]
     return tuple(lengths)
+
+
+def _lengths_of_borders(run: PreparedModel, longest: int) -> tuple[int, ...]:
+    """Lengths of the sequences that meet as those of the corpus may, as many as fit into one pack."""
+    lengths = [len(border["tokens"]) for border in run.collator.borders]
+    are_compared_whole = run.wrapped_model.by_sequence is not None or bool(run.collator.compared_lengths)
+    if are_compared_whole or max(lengths, default=0) > longest:
+        return ()
+    most_slots = run.wrapped_model.most_slots
+    fitting = [most_slots is None or end <= most_slots for end in accumulate(lengths)]
+    return tuple(lengths[: sum(fitting)]) if sum(fitting) > 1 else ()
 
 
 def within(most_slots: int | None, lengths: tuple[int, ...]) -> tuple[int, ...]:

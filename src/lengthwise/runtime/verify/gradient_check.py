@@ -19,12 +19,12 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.loop.synthetic_batches import synthetic_of_all_kinds, varied
+from lengthwise.runtime.loop.synthetic_batches import synthetic_borders, synthetic_of_all_kinds, varied
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
 from lengthwise.runtime.verify.batch_losses import check_loss_of_sequences
 from lengthwise.runtime.verify.closed_gates import ClosedGates
-from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, settings_of, within
+from lengthwise.runtime.verify.compute_settings import RECOMPUTE, ComputeSetting, Slots, settings_of, within
 from lengthwise.runtime.verify.first_difference import locate_difference
 from lengthwise.runtime.verify.precision import Tolerance, compare_precisely
 from lengthwise.runtime.verify.scratch_copy import check_buffers, saved_buffers
@@ -44,6 +44,8 @@ from lengthwise.runtime.wrap.state_between_calls import StateBetweenCalls, State
 from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")
+MADE_UP = {Slots.FEW: varied, Slots.ALL_KINDS: synthetic_of_all_kinds, Slots.ENDS: synthetic_borders}
+"""Which sequences are made of some slots of the corpus."""
 
 
 def check_exact(
@@ -130,7 +132,7 @@ def _compare_with_gates_open(run: PreparedModel, settings: list[ComputeSetting],
     if not names:
         return
     first, before = settings[0], run.hidden_weights
-    of_first = [s for s in settings if (s.lengths, s.kinds, s.recompute) == (first.lengths, first.kinds, "none")]
+    of_first = [s for s in settings if (s.lengths, s.slots, s.recompute) == (first.lengths, first.slots, "none")]
     run.hidden_weights |= names
     try:
         with short_tiles(run.wrapped_model.tiles):
@@ -157,13 +159,12 @@ def compare_settings(
         NotWithTheseWeights: the stock model has no finite numbers where weights were filled.
     """
     before, alone, alone_of = saved_buffers(run.model), GradientResult(loss=0.0, gradients=[]), None
-    dry = set[tuple[tuple[int, ...], int, Method, bool]]()
+    dry = set[tuple[tuple[int, ...], int, Method, Slots]]()
     for number, setting in enumerate(settings):
         on_progress(number / len(settings))
-        key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
+        key, what = (setting.lengths, setting.gradients, setting.slots), str(setting)
         group = group_of_degree(run.world, setting.degree)
-        made_up = synthetic_of_all_kinds if setting.kinds else varied
-        with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
+        with MADE_UP[setting.slots](run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key != alone_of:  # settings of one key follow one another
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
                 stock = partial(of_stock, run, stock, fill)
@@ -171,7 +172,7 @@ def compare_settings(
                 on_every_rank(run, partial(check_buffers, run.model, before))
                 if gates is not None:
                     gates.note(alone, tolerance)
-            shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
+            shape = (setting.lengths, setting.degree, setting.method, setting.slots)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
                 _check_same_exchanges(run, setting, group)

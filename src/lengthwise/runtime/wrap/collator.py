@@ -53,6 +53,9 @@ class PackCollator:
     windows: Sequence[CorpusWindow] = ()
     """Slots of several sequences, to compare the model on; nothing: the first sequence is taken for all."""
 
+    borders: Sequence[Mapping[str, np.ndarray]] = ()
+    """Columns of short sequences, to compare the model on, which meet in a pack as those of the corpus may."""
+
     longest: int | None = None
     """Slots of the longest sequence of the corpus; None: it is not known."""
 
