@@ -111,17 +111,7 @@ def settings_of(
         settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
     if longest is None:
         return settings
-    work = WORK.get(run.world.device.type, WORK["cuda"])
-    if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
-        settings += [
-            ComputeSetting(
-                lengths=kinds, degree=degree, method=methods[0], recompute=recompute[-1], slots=Slots.ALL_KINDS
-            )
-            for degree in sorted({1, max_degree})
-            if sum(kinds) >= degree
-        ]
-    if ends := _lengths_of_borders(run, longest):
-        settings.append(ComputeSetting(lengths=ends, degree=1, recompute=recompute[-1], slots=Slots.ENDS))
+    settings += _of_corpus(run, longest, max_degree=max_degree, method=methods[0], recompute=recompute[-1])
     if longest <= max(lengths) or run.collator.compared_lengths:
         return settings
     long = slots_with_gradients(run, longest)
@@ -141,6 +131,22 @@ def settings_of(
         settings.append(
             ComputeSetting(lengths=(5, length), degree=max_degree, method=methods[0], recompute="none", gradients=False)
         )
+    return settings
+
+
+def _of_corpus(
+    run: PreparedModel, longest: int, *, max_degree: int, method: Method, recompute: str
+) -> list[ComputeSetting]:
+    """Settings of packs with all slots of the corpus that differ, and with what sequences begin and end with."""
+    work, settings = WORK.get(run.world.device.type, WORK["cuda"]), list[ComputeSetting]()
+    if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
+        settings += [
+            ComputeSetting(lengths=kinds, degree=degree, method=method, recompute=recompute, slots=Slots.ALL_KINDS)
+            for degree in sorted({1, max_degree})
+            if sum(kinds) >= degree
+        ]
+    if ends := _lengths_of_borders(run, longest):
+        settings.append(ComputeSetting(lengths=ends, degree=1, recompute=recompute, slots=Slots.ENDS))
     return settings
 
 
