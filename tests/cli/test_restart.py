@@ -297,6 +297,7 @@ while True:
 """
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("parent", ["waits", "names itself"])
 def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
     """Also if the parent ended before the rank could look, where the parent said who it is."""

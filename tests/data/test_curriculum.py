@@ -42,6 +42,7 @@ def test_more_sequences_than_blocks_keep_to_the_pacing_within_a_block(name):
     assert (used[5:] > 0.9).all(), "hard ones come as soon as they may"
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("name", "start"), [("linear", 0.6), ("root", 0.5), ("step", 0.6)])
 def test_all_orders_that_the_pacing_allows_are_as_likely(name, start):
     count, num_draws, pacing = 5, 1200, Pacing(name=name, start=start, stages=2)

@@ -77,6 +77,8 @@ AROUND = {
 }
 """What comes before blocks that are parts of a script of the reader's."""
 NEEDS_TORCH = tuple(AROUND)
+IN_DEEP_RUNS = ("docs/guides/shapes.md#0", "docs/guides/weights.md#0")
+"""Blocks that take long, and of which others show most."""
 IN_ONE_SCRIPT = ("docs/guides/objectives.md",)
 """Pages whose blocks follow one another, as they say."""
 UNCHECKED = "from tests.runtime.harness import compare_where_asked\ncompare_where_asked()\n"
@@ -119,7 +121,13 @@ def test_every_name_exists_and_every_option_is_taken(block):
 
 
 @pytest.mark.parametrize(
-    "block", [block for block in PYTHON if block.key not in PARSED and block.page not in IN_ONE_SCRIPT], ids=named
+    "block",
+    [
+        pytest.param(block, marks=[pytest.mark.deep] * (block.key in IN_DEEP_RUNS))
+        for block in PYTHON
+        if block.key not in PARSED and block.page not in IN_ONE_SCRIPT
+    ],
+    ids=named,
 )
 def test_blocks_run(block, files, tmp_path, monkeypatch):
     monkeypatch.chdir(files)

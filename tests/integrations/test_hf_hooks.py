@@ -43,6 +43,7 @@ def test_a_scheduler_that_is_passed_in_is_refused_with_the_way_out(tmp_path):
         changed(tmp_path, {}, optimizers=(None, scheduler))
 
 
+@pytest.mark.deep
 def test_a_scheduler_that_transformers_made_before_the_training_is_made_anew(tmp_path):
     import lengthwise as lw
 
@@ -76,6 +77,7 @@ def of_another(optimizer):
     return torch.optim.lr_scheduler.StepLR(another, 1)
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -175,6 +177,7 @@ def test_methods_of_evaluation_logs_and_saves_may_be_overridden(tmp_path):
     assert called == set(names)
 
 
+@pytest.mark.deep
 def test_the_batch_size_of_a_subclass_for_logs_leaves_the_sequences_of_a_step(tmp_path):
     import lengthwise as lw
 
@@ -184,6 +187,7 @@ def test_the_batch_size_of_a_subclass_for_logs_leaves_the_sequences_of_a_step(tm
     assert_equal_weights(trainers.weights_of(trainer.model), trainers.weights_of(plain.model))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("hook", ["a weighted sampler", deep("a curriculum")])
 def test_the_sampler_of_a_subclass_says_what_each_epoch_has(hook, ranks, tmp_path):
     log, weights, trainer = both(tmp_path, EPOCHS, hook=hook)
@@ -244,6 +248,7 @@ def test_batches_of_tokens_beside_a_sampler_and_samplers_of_a_rank_are_refused(r
         assert "gives ranks different items in epoch 0" in said
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("order", [deep("sequential"), "random"])
 def test_a_dataset_is_told_of_each_epoch(order, ranks, tmp_path):
     options = EPOCHS | {"train_sampling_strategy": order}

@@ -246,6 +246,7 @@ def test_a_run_resumed_among_steps_without_a_loss_logs_the_last_one_that_is_know
     assert older.state.log_history[3]["loss"] == log[2]["loss"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("optim", [pytest.param("sgd", marks=pytest.mark.deep), "adamw_torch"])
 def test_a_second_training_of_one_trainer_says_if_the_optimizer_loses_its_state(tmp_path, caplog, optim):
     weights = []

@@ -99,6 +99,7 @@ MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1
 """Planned time over the optimum: mean and worst."""
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("share", [0.25, pytest.param(1.0, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("policy", SPACES)
 def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy, share):

@@ -64,6 +64,7 @@ def test_a_step_four_times_as_large_takes_about_four_times_as_many_operations(po
     assert counts[1] < MOST_GROWTH * counts[0], counts
 
 
+@pytest.mark.deep
 def test_a_plan_that_training_waits_for_takes_fewer_operations_and_is_hardly_slower():
     problem = make_problem(
         num_devices=8, samples=[lengths_of_step(200, seed=seed) for seed in range(4)], recomputed=(0, 4),

@@ -103,6 +103,7 @@ def test_tiles_make_no_plan_of_three_equal_sequences_slower():
     assert more_s <= fewer_s * SAME
 
 
+@pytest.mark.deep
 def test_few_short_sequences_are_planned_alike_whatever_baselines_are_tuned_to():
     lengths = np.array([560, 479, 587, 212, 512])
     samples = [lengths_of("two-humped", np.random.default_rng(k), tokens=32_768, longest=32_768) for k in range(32)]

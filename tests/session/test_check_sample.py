@@ -43,6 +43,7 @@ class WeighsSeparators(models.GPT):
         return logits, F.cross_entropy(logits[0], targets[0], weight=weight)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [(CountsDocuments, "learns something else from packs"), (WeighsSeparators, "learns something else from packs")],
@@ -161,6 +162,7 @@ def made(micro_batch):
     }
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("tokens", [None, 0])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_value_between_others_in_a_column_for_the_loss_is_noticed_before_the_run(form, tokens):

@@ -136,6 +136,7 @@ def test_layers_that_their_user_compiled_are_compiled_by_the_run_and_given_back_
         one_step(torch.compile(build("gpt2")))
 
 
+@pytest.mark.deep
 def test_compiled_code_that_computes_otherwise_is_refused(monkeypatch):
     def wrong(function, **options):
         return lambda *args, **kwargs: function(*args, **kwargs) * 1.001

@@ -23,6 +23,8 @@ from tests.session.pairs import SGD, log_probability
 from tests.session.test_pairs import EXACT, dpo_plainly
 from tests.session.test_prepare import assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 
 @pytest.fixture(scope="module")
 def alone():

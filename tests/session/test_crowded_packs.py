@@ -147,7 +147,7 @@ def test_a_model_that_computes_a_sequence_otherwise_in_any_pack_is_computed_sequ
     assert train(run, model, expected) < 1e-12
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "limit", "reason"),
     [

@@ -23,7 +23,7 @@ from tests.session.structure_runs import LENGTHS, OPTIONS, build, outcomes, rows
 ONE_EACH = (1, 1, 1)
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -118,6 +118,7 @@ def test_a_frozen_reward_model_scores_sequences_beside_a_language_model_that_is_
     assert rewarded_step("never") < EXACT
 
 
+@pytest.mark.deep
 def test_the_way_out_of_a_reward_model_beside_packs_is_exact(ranks):
     assert max(ranks(2).run(with_check, rewarded_step, "always")) < EXACT
 

@@ -139,6 +139,7 @@ def test_one_that_takes_other_arguments_is_refused_with_the_way_out():
         difference("some by position", "alone", Wider)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -104,6 +104,7 @@ def resumed(path, change):
         return run.resume(path)
 
 
+@pytest.mark.first_cells(1)
 def test_frozen_weights_that_nobody_changed_are_not_stored(saved):
     assert not any(
         name.startswith("frozen") for name in dcp.FileSystemReader(saved).read_metadata().state_dict_metadata

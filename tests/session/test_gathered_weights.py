@@ -28,6 +28,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, train_gpt, train_in_parts, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, loop_on_one_device
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 BY_LAYER = OPTIONS | {"weights": "by-layer"}
 
 
@@ -343,6 +345,7 @@ def train_with_whole_matrices():
     return losses
 
 
+@pytest.mark.deep
 def test_whole_matrices_of_an_optimizer_may_be_gathered_too(ranks):
     for whole, by_layer in ranks(2).run(train_with_whole_matrices):
         np.testing.assert_allclose(by_layer, whole, rtol=EXACT)

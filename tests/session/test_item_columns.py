@@ -86,7 +86,7 @@ MASKED_PROMPTS = {
 }
 
 
-@pytest.mark.first_cells(4)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("name", MASKED_PROMPTS)
 def test_a_mask_of_prompts_is_honoured_whatever_it_is_called(name, completions_alone):
     assert_equal(learned(models.gpt(), MASKED_PROMPTS[name]), completions_alone)
@@ -106,6 +106,7 @@ def packed(name):
     return found
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", ["position_ids", "seq_idx", "seq_lengths"])
 def test_rows_that_were_packed_before_are_split_into_their_sequences(name):
     expected = gradient(models.gpt(), ROWS, [following(row) for row in ROWS])

@@ -45,7 +45,7 @@ def branching(decide, kind=Branching):
     return model
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("name", DECISIONS)
 def test_packs_are_refused_where_tokens_meet_at_some_lengths_alone(name):
     with pytest.raises(CheckError, match=r"learns something else from packs .* slots in one pack"):
@@ -69,6 +69,7 @@ def test_decisions_of_a_loss_of_the_users_are_compared():
         lw.prepare(branching(lambda n: False), rows(), **OPTIONS, packing="always", loss=loss)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("decide", [lambda n: 300 < n < 400, lambda n: int(n**0.5) == 12])
 def test_packs_are_as_large_as_the_longest_sequence_where_larger_ones_decide_otherwise(decide, caplog):
     run = lw.prepare(branching(decide), rows([50, 31] * 8), **OPTIONS, packing="always")

@@ -268,6 +268,7 @@ def test_packs_of_a_mean_over_targets_are_not_warned_of(loss, caplog):
     assert not by_sequence and not any(NOTED in line for line in said)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [

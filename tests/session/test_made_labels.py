@@ -150,6 +150,7 @@ def masked(micro_batch):
     return {"idx": micro_batch.tokens[None], "targets": targets[None]}
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("packing", ["always", "never"])
 def test_weights_of_made_labels_are_exact_in_packs_and_sequence_by_sequence(packing):
     torch.manual_seed(0)

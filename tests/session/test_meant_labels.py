@@ -32,6 +32,7 @@ def test_pairs_that_are_shifted_already_are_refused_with_the_objective_that_take
     prepared(pairs, objective="every-token")
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("labels_of", [hidden, lambda row: row % 5], ids=["hidden tokens", "tags"])
 def test_labels_that_are_no_tokens_are_warned_of_unless_the_objective_is_said(caplog, labels_of):

@@ -61,6 +61,7 @@ def test_another_function_of_a_mean_over_sequences_is_refused():
         run.close()
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"loss": lambda output, micro_batch: output}, {"inputs": listed}],
@@ -79,6 +80,7 @@ def test_a_class_is_not_told_of_its_weight(caplog):
     assert not [record for record in caplog.records if "depends on" in record.getMessage()]
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("mean_over", ["units", "tokens"])
 def test_a_mean_over_the_targets_of_a_pack_is_none_over_units_or_tokens(mean_over):
     for made in (lambda loss: loss, lambda loss: 2 * loss):

@@ -103,6 +103,7 @@ BAD_PAIRS = {
 }  # fmt: skip
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("make", "bad"), [(singles, BAD_ITEMS), (pairs, BAD_PAIRS)], ids=["sequences", "pairs"])
 def test_bad_items_are_refused_on_every_rank_and_the_run_goes_on(ranks, make, bad):
     expected, _ = step_alone("dpo" if make is pairs else "kto", 1)

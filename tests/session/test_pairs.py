@@ -34,6 +34,8 @@ from tests.session.pairs import (
 )
 from tests.session.test_prepare import assert_equal_weights
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 EXACT = 1e-11
 
 

@@ -21,6 +21,8 @@ from tests.session import models
 from tests.session.loops import as_started_by_torchrun, step_through, train_in_parts, weights_of
 from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, loop_on_one_device
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 SHARDED = OPTIONS | {"shard_gradients": "all", "policy": "static", "recompute": "none"}
 
 

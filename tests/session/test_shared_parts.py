@@ -17,6 +17,8 @@ from tests.session.latents import planned
 from tests.session.loops import as_started_by_torchrun
 from tests.session.structure_runs import LR, OPTIONS
 
+pytestmark = pytest.mark.usefixtures("unchecked")
+
 EXACT, STEPS = 1e-10, 3
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -201,6 +203,7 @@ def exchanged():
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.deep
 def test_two_runs_that_exchange_scores_are_exact(ranks):
     assert max(ranks(2).run(with_check, exchanged)) < EXACT
 

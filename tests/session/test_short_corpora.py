@@ -55,6 +55,7 @@ def after_a_step_alone(longest):
     return dict(model.named_parameters())
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(("num_ranks", "longest"), [(1, 3), (1, 8), pytest.param(2, 6, marks=pytest.mark.deep)])
 def test_a_model_without_further_positions_is_trained_in_packs(ranks, num_ranks, longest):
     expected = after_a_step_alone(longest)

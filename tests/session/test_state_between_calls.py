@@ -92,6 +92,7 @@ KEEPING = {
 }  # fmt: skip
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(("kind", "attribute"), KEEPING.items(), ids=[kind.__name__ for kind in KEEPING])
 def test_what_a_forward_sets_and_later_ones_depend_on_is_refused_by_name(kind, attribute):
     model = kind().double()

@@ -109,6 +109,7 @@ def test_layers_in_lists_of_lists_beside_one_another_or_in_no_list_are_shared_by
             assert re.search(IN_PACKS[case], stages) if IN_PACKS[case] else stages < EXACT, (case, stages)
 
 
+@pytest.mark.deep
 def test_tokens_that_meet_in_a_layer_without_attention_are_noticed(ranks):
     (found,) = ranks(1).run(with_check, compared_outcomes, [("layer_forms.SomeConvolve", "whole")])[0]
     assert set(found) == {"alone"} and found["alone"] < EXACT

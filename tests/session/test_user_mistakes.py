@@ -464,6 +464,7 @@ def test_labels_and_masks_that_a_model_cannot_learn_are_refused():
             lw.prepare(make(), corpus, **{"cost": models.mixed_cost(), **OPTIONS, **options})
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("make", [models.gpt, gpt2, bert])
 def test_a_copy_of_a_prepared_model_computes_as_a_plain_model(make):
     model = make().eval()

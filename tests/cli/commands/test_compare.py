@@ -299,6 +299,7 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         assert words in content
 
 
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [

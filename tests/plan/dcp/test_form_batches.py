@@ -112,6 +112,7 @@ def test_no_sequence_is_passed_over_for_long():
         assert newest - min(batch.ids) <= 3 * window * size
 
 
+@pytest.mark.deep
 def test_formed_batches_are_computed_faster_than_the_samplers():
     problem, stream = PROBLEMS[7], tailed_stream(18, 16, seed=3)
     planner = Planner(policy="dcp-intra", problem=problem)

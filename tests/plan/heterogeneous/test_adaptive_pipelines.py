@@ -47,6 +47,7 @@ def alone_s(rungs, lengths):
     return every_s[np.searchsorted(limits, lengths), np.arange(len(lengths))]
 
 
+@pytest.mark.first_cells(1)
 def test_rungs_are_as_fast_as_the_best_of_all_lists_of_a_familys_members(problem):
     num_families = 0
     for members in problem.families.values():

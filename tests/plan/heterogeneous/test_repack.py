@@ -33,6 +33,7 @@ def phase_of(problem, packs):
     return (PipelineDraft(candidate=candidate, ranks=tuple(range(candidate.num_devices)), packs=packs),)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_packs_made_anew_compute_the_same_sequences_within_memory_no_slower_and_near_the_best(stages):
     ratios = []

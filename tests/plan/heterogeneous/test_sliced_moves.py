@@ -64,6 +64,7 @@ def test_without_time_nothing_moves(priced, draft):
     assert rearranged(priced, draft, most_s=0.0).phases[0][0] is draft.phases[0][0]
 
 
+@pytest.mark.deep
 def test_sequences_move_to_the_pipeline_that_ends_first(priced):
     """Two equal pipelines, one of which has but a short sequence."""
     halves = [k for k in in_slices(priced.problem.candidates) if (k.num_devices, k.scheme.slices) == (16, 16)]

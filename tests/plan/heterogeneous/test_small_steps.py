@@ -37,6 +37,7 @@ def test_steps_of_more_than_a_few_sequences_are_planned_as_published(policy):
     assert Planner(policy=policy, problem=problem)(batch).pipelines == published_plan(policy, problem, batch).pipelines
 
 
+@pytest.mark.first_cells(1)
 @POLICIES
 def test_steps_of_a_few_sequences_are_never_slower_than_as_published_and_some_are_faster(policy):
     problem, rng = problem_of(), np.random.default_rng(2)
@@ -47,6 +48,7 @@ def test_steps_of_a_few_sequences_are_never_slower_than_as_published_and_some_ar
     assert any(searched_s < published_s * 0.98 for searched_s, published_s in times_s)
 
 
+@pytest.mark.first_cells(1)
 @POLICIES
 def test_searched_steps_keep_to_the_candidates_of_their_policy_and_to_its_phases(policy):
     problem, rng = problem_of(), np.random.default_rng(3)

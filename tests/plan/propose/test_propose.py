@@ -70,6 +70,7 @@ def test_the_best_homogeneous_strategy_is_proposed_and_none_beats_the_best_propo
         assert min(proposal.mean_s for proposal in proposals) <= best_s * (1 + 1e-9)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("capacity, stages, loss", [(100, (1, 2), 0.1), (60, (1, 2, 4), 0.02), (300, (1,), 0.4)])
 def test_on_steps_not_searched_on_proposals_are_never_slower_than_what_is_published(capacity, stages, loss):
     samples = lognormal_samples(steps=15, sequences=40, most=200)

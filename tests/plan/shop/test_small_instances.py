@@ -69,11 +69,13 @@ def test_all_schedules_of_seven_jobs_are_searched_as_the_definition_says():
             assert best_makespan(work, sizes, machines, objective) == pytest.approx(kept, rel=ROUNDING)
 
 
+@pytest.mark.deep
 def test_schedules_of_seven_and_eight_jobs_are_the_best():
     over = ratios(np.random.default_rng(24), 40, 7, 8)
     assert max(map(max, over.values())) <= 1 + SearchEffort().tolerance
 
 
+@pytest.mark.deep
 def test_of_nine_jobs_what_single_exchanges_leave_is_found_by_settling_pairs():
     over = ratios(np.random.default_rng(24), 8, 9, 9)[Objective.FLOW_SHOP]
     without = ratios(np.random.default_rng(24), 8, 9, 9, effort=SearchEffort(exact_pairs=0))[Objective.FLOW_SHOP]

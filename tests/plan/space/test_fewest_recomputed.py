@@ -35,6 +35,7 @@ def fewest_by_hand(problem, max_length):
     return None
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("max_length", [200_000, 300_000, 432_000])
 def test_dcp_inter_recomputes_the_fewest_layers_that_the_longest_sequence_needs(max_length):
     problem = problem_of(max_length)

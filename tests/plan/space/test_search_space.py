@@ -75,7 +75,7 @@ def one_token_on(model, cluster, memory_bytes, space, *, has_spare):
     )
 
 
-@pytest.mark.first_cells(3)
+@pytest.mark.first_cells(2)
 @pytest.mark.parametrize("has_spare", [True, False])
 @pytest.mark.parametrize(
     ("name", "on", "limits"),

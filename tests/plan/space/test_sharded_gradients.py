@@ -143,6 +143,7 @@ def test_they_join_where_nothing_else_holds_the_longest_sequence():
     assert max(candidate.max_tokens for candidate in auto.candidates) > longest
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("policy", ["padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra"])
 def test_no_baseline_is_slower_for_them_on_the_batches_that_it_is_tuned_on(typical_problems, policy):
     times_s = []

@@ -38,7 +38,7 @@ def names_of(store):
     return sorted(path.name for path in (store.path / "metrics").iterdir())
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("function", "dtype", "expected"),
     [

@@ -73,7 +73,7 @@ class Cut:
         return self.store.tokens(id)[: self.max_length]
 
 
-@pytest.mark.first_cells(2)
+@pytest.mark.first_cells(1)
 def test_the_loss_in_packs_on_any_number_of_ranks_is_that_of_each_sequence_alone(ranks, store, model, tmp_path):
     save_pretrained(model, tmp_path / "model")
     expected = alone(model, store)

@@ -74,6 +74,7 @@ EVERY_METHOD = [
 ]  # fmt: skip
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize(("method", "num_ranks", "spec"), EVERY_METHOD)
 def test_a_method_computes_what_one_device_computes(ranks, method, num_ranks, spec):
     ranks(num_ranks).run(check_method, spec, method)

@@ -94,6 +94,7 @@ SCENES = {
 }
 
 
+@pytest.mark.first_cells(3)
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("earlier", SCENES.values(), ids=SCENES)
 def test_a_save_killed_at_any_operation_leaves_the_newest_complete_checkpoint_loadable(tmp_path, earlier, keep):

@@ -88,6 +88,7 @@ def train(
     return master_weights(trainer.state), RunFolder(Path(path)).read_metrics()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("backend", "steps"),
     [("eager", 4), *(pytest.param(backend, STEPS, marks=pytest.mark.deep) for backend in ("eager", "aot_eager"))],

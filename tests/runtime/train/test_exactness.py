@@ -32,6 +32,7 @@ while either is up to 4e-2 and 0.2 from the exact trajectory: AdamW turns the si
 flips, into a whole step."""
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4, 8))])
 def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(3))

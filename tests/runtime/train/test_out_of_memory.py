@@ -125,6 +125,7 @@ def whole():
     return result.loss, master_weights(engine.state)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_a_step_that_ran_out_of_memory_leaves_no_trace_and_comes_again(ranks, in_backward):
     loss, expected = ranks(2).run(whole)[0]

@@ -62,6 +62,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "name",
     # Stages without tiles compute other families, below.

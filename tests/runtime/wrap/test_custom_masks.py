@@ -54,6 +54,7 @@ def test_a_mask_by_position_is_that_of_each_sequence_at_degrees_1_to_3(ranks, ma
         assert_exact(case, result, mask)
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "mask", ["buffer", "biased", *(pytest.param(m, marks=pytest.mark.deep) for m in BY_HAND if m != "biased")]
 )

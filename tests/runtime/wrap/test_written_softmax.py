@@ -65,6 +65,7 @@ def model_of(softmax):
     return model
 
 
+@pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.deep] * (name in ("exp", "logsumexp", "stable"))) for name in SOFTMAXES],
