@@ -13,7 +13,7 @@ from lengthwise.core.one_f_one_b import PassTimes, run_stages
 from lengthwise.core.pass_order import PassKind, PipelineSchedule, issue_order
 from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
 from lengthwise.core.planned_micro_batch import PlannedMicroBatch, PlannedSlice
-from lengthwise.core.sliced_passes import forwards_first, sliced_end, sliced_orders, slices_of
+from lengthwise.core.sliced_passes import RULES, forwards_first, sliced_end, sliced_orders, slices_of
 from lengthwise.core.step_plan import Pipeline
 from lengthwise.core.zero_bubble import pass_orders, pass_times
 
@@ -112,6 +112,18 @@ def test_stages_compute_short_micro_batches_while_they_wait_for_the_gradient_of_
     )
     assert 3.0 + 3 * 0.25 / 3 < found.end_s < 3.6
     assert found.end_s == max(passes[-1].end_s for passes in run_stages([times] * 4, orders=found.orders))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_small_micro_batches_before_a_cut_one_leave_the_last_stage_less_to_wait_for(stages):
+    """Their backwards are put off until the forwards of its slices have run, which would come late behind them."""
+    works_s = [*(0.12 * 1.3**k for k in range(6)), *[0.5] * 16, *[0.4] * 12]
+    times = PassTimes([work_s / 3 for work_s in works_s], [2 * work_s / 3 for work_s in works_s])
+    kept_bytes, counts = [round(1000 * work_s) for work_s in works_s], [*[1] * 6, 16, *[1] * 12]
+    options = {"limit_bytes": 8000 + 500 * stages, "num_stages": stages}
+    of_ramp = sliced_end(counts, times, kept_bytes, **options)
+    at_once = sliced_end(counts, times, kept_bytes, **options, rules=[rule for rule in RULES if not rule.postponed])
+    assert of_ramp.rule.postponed and of_ramp.end_s - sum(works_s) < 0.85 * (at_once.end_s - sum(works_s))
 
 
 @given(pipelines(), st.floats(0.5, 1.5))

@@ -22,6 +22,9 @@ from lengthwise.core.step_plan import Pipeline
 
 TOLERANCE = 1e-6
 """Relative, of sums of seconds that are equal but for rounding."""
+POSTPONED = 0.7
+"""Of what a stage waits from the last forward of a micro-batch to its first backward, which is twice the passes of a
+slice on each stage behind but for what the slices of others take; least idle on ramps of 2 to 8 stages."""
 
 
 class Rule(NamedTuple):
@@ -31,9 +34,17 @@ class Rule(NamedTuple):
     """Whether the last stage runs one more than it needs where there is room."""
     multiple: int
     """Of a forward, for how long stages compute later ones while they wait for its slice's gradient."""
+    postponed: float
+    """How many passes of a slice, for each stage behind, the backwards take that a stage puts off until it has run all
+    forwards of the next micro-batch that is cut: those before its own, beneath which it waits for that one's."""
 
 
-RULES = tuple(Rule(is_eager, multiple) for is_eager in (True, False) for multiple in (1, 2, 5))
+RULES = tuple(
+    Rule(is_eager, multiple, postponed)
+    for postponed in (POSTPONED, 0.0)
+    for is_eager in (True, False)
+    for multiple in (1, 2, 5)
+)
 
 
 def largest_share(num_slices: int) -> float:
@@ -235,6 +246,7 @@ class _Slices:
         self._freed_bytes = np.array([*freed_bytes][:-1], dtype=np.int64)
         """By the backwards before each one."""
         self.needed = [end for count, end in zip(counts, ends) for _ in range(count)]
+        self._next_cut_end, self._before_next_s, self._next_slice_s = self._next_cut(counts)
 
     def fastest(self, limit_s: float = inf, rules: Sequence[Rule] = RULES) -> tuple[SlicedEnd, Sequence[Sequence[int]]]:
         """When the last pass ends under the fastest rule, and the forwards that each stage runs, the last first."""
@@ -246,7 +258,7 @@ class _Slices:
         seen: dict[bytes, list[list[int]]] = {}
         best: SlicedEnd | None = None
         for rule in rules:
-            stages = self._stages(lasts[rule.is_eager], rule.multiple)
+            stages = self._stages(lasts[rule.is_eager], rule)
             if (key := stages.tobytes()) in seen:
                 continue
             seen[key] = stages.tolist()
@@ -274,12 +286,33 @@ class _Slices:
         end_s = max((stage.now_s for stage in stages), default=0.0)
         return end_s if end_s < limit_s else inf
 
-    def _stages(self, last: Sequence[int], multiple: float) -> np.ndarray:
+    def _next_cut(self, counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[N] for each backward, of the next micro-batch that is cut: where its forwards end, the seconds of backwards
+        from this one to its first, inf if there is none, and of the passes of its largest slice.
+        """
+        forwards_s, backwards_s, _ = self._times
+        ends, before_s, slices_s = np.zeros((3, len(self.backwards)))
+        end, next_end, left_s, slice_s = len(self.backwards), 0, inf, 0.0
+        for count in reversed(counts):
+            for place in range(end - 1, end - count - 1, -1):
+                left_s += backwards_s[self.backwards[place]]
+                ends[place], before_s[place], slices_s[place] = next_end, left_s, slice_s
+            if count > 1:
+                slice_s = max(forwards_s[k] + backwards_s[k] for k in range(end - count, end))
+                next_end, left_s = end, 0.0
+            end -= count
+        return ends.astype(np.int64), before_s, slices_s
+
+    def _stages(self, last: Sequence[int], rule: Rule) -> np.ndarray:
         """[S, N] the forwards of every stage, the last first, whose own are given."""
         stages, largest = [np.array(last, dtype=np.int64)], max(self._kept_bytes, default=0)
         for behind in range(1, self._num_stages):
             may_keep = min(self._limit_bytes, self._most_bytes + behind * largest)
-            stages.append(self._before(stages[-1], multiple, may_keep))
+            in_memory = np.searchsorted(self._kept_until, may_keep + self._freed_bytes, side="right") - 1
+            is_postponed = self._before_next_s <= rule.postponed * behind * self._next_slice_s
+            later = np.where(is_postponed, np.minimum(in_memory, self._next_cut_end), 0)
+            forwards = np.maximum(self._before(stages[-1], rule.multiple, in_memory), later)
+            stages.append(np.maximum.accumulate(forwards))
         return np.stack(stages)
 
     def last_stage(self) -> list[int]:
@@ -299,14 +332,12 @@ class _Slices:
             forwards_before.append(num_forwards)
         return forwards_before
 
-    def _before(self, behind: np.ndarray, multiple: float, limit_bytes: int) -> np.ndarray:
-        """[N] the forwards of a stage; ``behind``: those of the stage behind it."""
-        in_memory = np.searchsorted(self._kept_until, limit_bytes + self._freed_bytes, side="right") - 1
+    def _before(self, behind: np.ndarray, multiple: float, in_memory: np.ndarray) -> np.ndarray:
+        """[N] the forwards of a stage; ``behind``: of the stage behind it; ``in_memory``: for which it has room."""
         until_s = self._until_s[behind] + (multiple + TOLERANCE) * self._awaited_s
         in_time = np.searchsorted(self._until_s, until_s, side="right") - 1
-        wanted = np.maximum(behind, np.minimum(in_memory, np.maximum(in_time, behind + 1)))
-        forwards_before: np.ndarray = np.maximum.accumulate(wanted)
-        return forwards_before
+        wanted: np.ndarray = np.maximum(behind, np.minimum(in_memory, np.maximum(in_time, behind + 1)))
+        return wanted
 
 
 def _order(forwards_before: Sequence[int], backwards: Sequence[int]) -> tuple[Pass, ...]:

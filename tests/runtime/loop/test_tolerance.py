@@ -104,8 +104,10 @@ def test_every_degree_up_to_4_and_every_divisor_is_compared(monkeypatch, by_sequ
 
 def settings(config, longest, *, scalars=0, degrees=(1, 2, 4)):
     run = SimpleNamespace(
-        wrapped_model=SimpleNamespace(rules=SimpleNamespace(scalars=scalars), by_sequence=None, structure=None),
-        collator=SimpleNamespace(kinds={}, longest=None, compared_lengths=()), num_params=1000,
+        wrapped_model=SimpleNamespace(
+            rules=SimpleNamespace(scalars=scalars), by_sequence=None, structure=None, most_slots=None
+        ),
+        collator=SimpleNamespace(kinds={}, borders=(), longest=None, compared_lengths=()), num_params=1000,
         world=SimpleNamespace(device=torch.device("cpu")),
         model=SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config)),
     )  # fmt: skip

@@ -5,16 +5,19 @@ slices cost less overhead where they are few and packs are large; what is best o
 pipeline. So moves are drawn, and those are kept that end the pipeline sooner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from random import Random
-from typing import NamedTuple
+
+import numpy as np
 
 from lengthwise.core.one_f_one_b import UpdateParts
 from lengthwise.core.sliced_passes import RULES, Rule, SlicedEnd
 from lengthwise.cost.overlapped import hides_updates
 from lengthwise.plan.heterogeneous.fewer_slices import has_slices
+from lengthwise.plan.heterogeneous.sliced_ramps import CutPack, ramps_around
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, runs_of, strategy_of
 from lengthwise.plan.space.draft_times import draft_pipeline_s, issue_order, moved_times_s, pack_times_s
 from lengthwise.plan.space.problem import PricedBatch
@@ -28,14 +31,6 @@ EVENED_OUT = 0.25
 """Moves from one pipeline to another, for each within one."""
 GAIN = 1e-9
 """Relative gain that is worth a move: beyond rounding."""
-
-
-class CutPack(NamedTuple):
-    """A pack of a pipeline, and how many slices it has."""
-
-    positions: tuple[int, ...]
-    """Of its sequences in the batch, the longest first."""
-    slices: int
 
 
 Move = Callable[[list[CutPack], int, Random], list[CutPack]]
@@ -112,13 +107,26 @@ class _Moves:
         return TRY_S * sum(pack.slices for pack in self.packs) * self._base.num_stages or inf
 
     def improve(self, random: Random, num_tried: int) -> None:
-        """Try moves, and make those that end the pipeline sooner."""
-        for _ in range(num_tried if self.is_sliced else 0):
+        """Try ramps and moves, and make those that end the pipeline sooner."""
+        if not self.is_sliced:
+            return
+        for packs in islice(self._ramps(), num_tried // len(RULES)):
+            option = self._drafted(packs)
+            if option is not None and self._end(option, RULES, self.time_s * (1 - GAIN)).end_s < self.time_s:
+                self.take(option, packs)
+        for _ in range(num_tried):
             move = random.choices(MOVES, WEIGHTS)[0]
             packs = move(self.packs, random.randrange(len(self.packs)), random)
             option = self.sooner(packs, self.time_s * (1 - GAIN))
             if option is not None:
                 self.take(option, packs)
+
+    def _ramps(self) -> Iterator[list[CutPack]]:
+        whole = self._base.in_slices(1)
+        works_s = whole.times_s(np.array(self._lengths))
+        yield from ramps_around(
+            self.packs, works_s, overhead_s=whole.overhead_s, num_stages=whole.num_stages, forwards=whole.forwards
+        )
 
     def sooner(self, packs: list[CutPack], limit_s: float) -> PipelineDraft | None:
         """The pipeline with these packs if it ends before ``limit_s`` under the rule that is the fastest so far."""
