@@ -122,10 +122,10 @@ class _Moves:
                 self.take(option, packs)
 
     def _ramps(self) -> Iterator[list[CutPack]]:
-        whole = self._base.in_slices(1)
-        works_s = whole.times_s(np.array(self._lengths))
+        uncut = self._base.in_slices(1)
+        works_s = uncut.times_s(np.array(self._lengths))
         yield from ramps_around(
-            self.packs, works_s, overhead_s=whole.overhead_s, num_stages=whole.num_stages, forwards=whole.forwards
+            self.packs, works_s, overhead_s=uncut.overhead_s, num_stages=uncut.num_stages, forwards=uncut.forwards
         )
 
     def sooner(self, packs: list[CutPack], limit_s: float) -> PipelineDraft | None:

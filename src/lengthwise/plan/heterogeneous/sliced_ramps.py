@@ -59,8 +59,8 @@ def ramps_around(
             middle = [left_s / max(1, count)] * count
             dealt = _dealt(short, works_s, [*before, *middle, *reversed(behind)])
             num_before = sum(map(bool, dealt[: len(before)]))
-            whole = [CutPack(tuple(positions), 1) for positions in dealt if positions]
-            yield [*whole[:num_before], *cut, *whole[num_before:]]
+            uncut = [CutPack(tuple(positions), 1) for positions in dealt if positions]
+            yield [*uncut[:num_before], *cut, *uncut[num_before:]]
 
 
 def _sizes(smallest: float, growth: float, slice_s: float, overhead_s: float) -> list[float]:
