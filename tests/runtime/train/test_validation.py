@@ -152,8 +152,10 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step_00000001", "step_00000004"]
     assert (folder / "best").read_text() == "step_00000001\n"
+    saved = (folder / "step_00000004" / "state.json").stat().st_mtime_ns
     ranks(1).run(_resume, str(tmp_path), options)
     assert list(validations(tmp_path)) == [1, 2, 3, 4], "a run that has stopped early is over"
+    assert saved == (folder / "step_00000004" / "state.json").stat().st_mtime_ns, "and is not saved again"
     ranks(1).run(_resume, str(tmp_path), {**options, "patience": None})
     assert list(validations(tmp_path)) == list(range(1, 7))
 
