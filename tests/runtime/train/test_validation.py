@@ -1,7 +1,9 @@
 """Validation: its loss is that of one device under any plan, it changes nothing, and it stops training early."""
 
 import random
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lengthwise.core.errors import InputError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.train.text_samples import TextSampling
 from lengthwise.runtime.train.validation import Validation, validation_loss
 from tests.runtime.train.runs import RandomTokens, local_world, master_weights, new_state, whole_batch_loss
 from tests.runtime.train.test_trainer import Stop, make_trainer, run_whole
@@ -158,6 +161,19 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     assert saved == (folder / "step_00000004" / "state.json").stat().st_mtime_ns, "and is not saved again"
     ranks(1).run(_resume, str(tmp_path), {**options, "patience": None})
     assert list(validations(tmp_path)) == list(range(1, 7))
+
+
+def test_a_run_that_stopped_early_has_samples_of_its_last_step(ranks, tmp_path):
+    ranks(1).run(_run_with_samples, str(tmp_path))
+    assert [row["step"] for row in RunFolder(tmp_path).read_samples()] == [1, 2]
+
+
+def _run_with_samples(path: str) -> None:
+    trainer = make_validated(path, every=1, patience=2, steps=6, **FROZEN)
+    trainer.samples = SimpleNamespace(
+        is_due=partial(TextSampling.is_due, SimpleNamespace(every=2)), rows=lambda step, logits_of: [{"step": step - 1}]
+    )
+    trainer.fit()
 
 
 @pytest.mark.deep

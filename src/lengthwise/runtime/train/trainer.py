@@ -293,13 +293,14 @@ class TrainingLoop:
         row = self.validation.outstanding
         if not (cause := self._validate(self.validation, row, stop)):
             self._saver.step = None  # the checkpoint of the step has no loss of it
+            self._sample(writers)
             self._write(row, writers)
         self._save_if_due(self.stream.state_dict(), cause)
         return cause
 
     def _sample(self, writers: dict[str, JsonLines]) -> None:
         """Sample text and record it if that is due after the steps done so far."""
-        if self.samples is None or not self.samples.is_due(self.next_step, num_steps=self.config.train.num_steps):
+        if self.samples is None or not self.samples.is_due(self.next_step, is_last=self.is_done):
             return
         ACTIVITY.begin("samples of text", step=self.next_step - 1)
         with self.engine.predicting() as logits_of:
