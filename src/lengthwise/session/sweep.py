@@ -141,12 +141,12 @@ def parse_token_counts(text: str | None, option: str) -> list[int]:
         InputError: a part is no such number, or two are one with a decimal comma.
     """
     parts = [part.strip() for part in text.split(",")] if text is not None else []
-    for whole, decimals in pairwise(parts):
-        if whole.isdecimal() and int(whole) < FEW_TOKENS and decimals[-1:].isalpha():
-            first = counted(int(whole), "token")
+    for digits, decimals in pairwise(parts):
+        if digits.isdecimal() and int(digits) < FEW_TOKENS and decimals[-1:].isalpha():
+            first = counted(int(digits), "token")
             raise InputError(
                 f"{option} {brief(text or '')} is a step of {first} and one of {decimals}; decimals come after a "
-                f"point ({whole}.{decimals}), and commas are between numbers"
+                f"point ({digits}.{decimals}), and commas are between numbers"
             )
     return list(dict.fromkeys(_tokens(part, option) for part in parts))
 
