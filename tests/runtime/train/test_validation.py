@@ -168,11 +168,30 @@ def test_a_run_that_stopped_early_has_samples_of_its_last_step(ranks, tmp_path):
     assert [row["step"] for row in RunFolder(tmp_path).read_samples()] == [1, 2]
 
 
-def _run_with_samples(path: str) -> None:
-    trainer = make_validated(path, every=1, patience=2, steps=6, **FROZEN)
+def make_sampled(path: str, **settings):
+    trainer = make_validated(path, every=1, steps=6, **FROZEN, **settings)
     trainer.samples = SimpleNamespace(
         is_due=partial(TextSampling.is_due, SimpleNamespace(every=2)), rows=lambda step, logits_of: [{"step": step - 1}]
     )
+    return trainer
+
+
+def _run_with_samples(path: str) -> None:
+    make_sampled(path, patience=2).fit()
+
+
+def test_a_step_whose_validation_was_cut_short_has_samples_once_the_run_goes_on(ranks, tmp_path):
+    ranks(1).run(_stop_in_validation_and_resume, str(tmp_path))
+    assert [row["step"] for row in RunFolder(tmp_path).read_samples()] == [1, 3, 5]
+
+
+def _stop_in_validation_and_resume(path: str) -> None:
+    trainer = make_sampled(path)
+    trainer.on_validation = Stop(4).on_step
+    with pytest.raises(Preempted, match="in the validation after step 4"):
+        trainer.fit()
+    trainer = make_sampled(path)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
     trainer.fit()
 
 
