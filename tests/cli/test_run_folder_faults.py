@@ -19,7 +19,8 @@ from lengthwise.cli.restart import DONE, RUNNING, note_begun, write_status
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state.checkpoint import candidates, latest, verify
+from lengthwise.runtime.state.checkpoint import candidates, latest, read_state, verify
+from lengthwise.runtime.state.checkpoint_files import _encoded
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until
 
 SMALL = ("plan.policy=static", "data.max_length=200", "data.tokens_per_step=600")
@@ -233,11 +234,17 @@ def test_a_run_resumed_from_another_folder_says_where_it_was_started(cli, corpus
 
 
 def test_a_resumed_run_of_which_nothing_is_left_keeps_its_record(copied):
-    before = {name: (copied / name).read_bytes() for name in ("config.yaml", "provenance.json", "metrics.jsonl")}
-    kept = [f"run_folder={copied}", "name=run"]
+    before, stamps = contents(copied), modified(copied)
+    kept = [f"run_folder={copied}", "name=run", "train.keep_checkpoints=9999999", "train.tensorboard=true"]
     told = lengthwise("train", "--resume", copied, "train.steps=3", "optim.lr=1", *kept).stderr
     assert "nothing is left to train: 4 of train.steps=3 steps are done" in told
-    assert before == {name: (copied / name).read_bytes() for name in before}
+    assert "warning" not in told, "of no room for checkpoints, as there are none to come"
+    assert contents(copied) == before and modified(copied) == stamps
+
+
+def modified(folder: Path) -> dict[str, int]:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "status.json"]
+    return {str(path): path.stat().st_mtime_ns for path in files}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -260,6 +267,16 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_settings_that_a_checkpoint_is_not_of_are_refused_before_ranks_start(cli, copied, override, words):
     before = contents(copied)
     assert re.search(words, refusal(cli, "train", "--resume", copied, "train.steps=6", override))
+    assert contents(copied) == before
+
+
+def test_a_resume_that_would_round_master_weights_is_refused_before_ranks_start(cli, copied):
+    file = latest(copied / "checkpoints") / "state.json"
+    file.write_text(_encoded({**read_state(file.parent), "master_dtype": "float64"}))
+    before = contents(copied)
+    for override in ("train.steps=4", "train.dtype=bfloat16"):
+        told = refusal(cli, "train", "--resume", copied, override)
+        assert "in float64, this run would round them to float32; set train.dtype as when it was saved" in told
     assert contents(copied) == before
 
 

@@ -220,3 +220,11 @@ def test_who_slept_and_lost_a_lock_knows_before_it_writes(tmp_path, monkeypatch)
         slow.check_held()
         assert lost.is_set()
     slow.release()
+
+
+def test_a_long_command_of_who_holds_a_lock_ends_in_dots(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["lengthwise", "train", "x" * 300])
+    command = Holder.this_process().command
+    assert len(command) == 200 and command.startswith("lengthwise train xxx") and command.endswith("x...")
+    monkeypatch.setattr("sys.argv", ["lengthwise", "train"])
+    assert Holder.this_process().command == "lengthwise train"

@@ -120,7 +120,7 @@ def test_3mer_indexes_fasta_and_nothing_else(tmp_path):
     assert [store.tokens(id).tolist() for id in range(2)] == [[0, 21, 65], [63, 64, 65]]
     overlapping = build(tmp_path / "a.fa", tmp_path / "overlapping", tokenizer="2mer/1")
     assert [overlapping.tokens(id).tolist() for id in range(2)] == [[0, 0, 1, 5, 5, 17], [15, 15, 16, 17]]
-    with pytest.raises(InputError, match="2mer/1 reads FASTA"):
+    with pytest.raises(InputError, match=r"2mer/1 reads FASTA, but .* is jsonl; add --format fasta if"):
         build(write_jsonl(tmp_path / "a.jsonl", ["ACG"]), tmp_path / "text", tokenizer="2mer/1")
 
 

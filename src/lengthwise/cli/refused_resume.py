@@ -11,11 +11,17 @@ from lengthwise.core.atomic_write import shell_word
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, STATUS, RunFolder
 from lengthwise.data.sampler import OtherBatchesError, Sampler
-from lengthwise.runtime.state.checkpoint_files import candidates, check_optimizer, latest, read_state
+from lengthwise.runtime.state.checkpoint_files import (
+    candidates,
+    check_optimizer,
+    check_precision,
+    latest,
+    read_state,
+)
 
 
 def check_settings(config: Config, sampler: Sampler, folder: RunFolder) -> None:
-    """Raise ``InputError`` if the latest checkpoint is of another optimizer or other batches than a run is to have.
+    """Raise ``InputError`` if the latest checkpoint is of another optimizer, other batches or more precise weights.
 
     Ranks would refuse it, too, when they have started. What only they find, such as damage, is left to them.
     """
@@ -25,6 +31,8 @@ def check_settings(config: Config, sampler: Sampler, folder: RunFolder) -> None:
     except InputError:
         return
     check_optimizer(checkpoint, document["optimizer"], config.optim.name)
+    master_dtype = "float64" if config.train.dtype == "float64" else "float32"
+    check_precision(checkpoint, document["master_dtype"], master_dtype)
     state = document["sampler"]
     forms_batches = "held" in state
     if forms_batches == config.plan.form_batches:

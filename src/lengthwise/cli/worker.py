@@ -203,7 +203,7 @@ def _train(
     parts = make_parts(inputs, spec, on_built=lambda model: require_equal(world, compare(model=model)))
     try:
         if world.is_first:
-            callbacks += _callbacks(config, start.folder, is_measured=parts.is_measured, quiet=quiet)
+            callbacks += _callbacks(config, is_measured=parts.is_measured, quiet=quiet)
         trainer = TrainingLoop(
             config=config,
             engine=parts.engine,
@@ -229,11 +229,10 @@ def _train(
             if isinstance(spec, ModelSpec):
                 check_plans_fit(parts.planner, config, spec, cluster)
             check_plans_of_run(config, parts.planner, corpus, first_step=trainer.next_step)
-        if world.is_first:
+        if world.is_first and not trainer.is_complete:  # which leaves the folder as it was, as one that is refused does
+            callbacks += _trackers(config, start.folder)
             _say(space_warning(trainer))
-            # not before: a refused run leaves a folder as it was; so does one of which nothing is left to train
-            if not (trainer.is_done and start.folder.config.is_file()):
-                _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
+            _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
         trainer.fit()
         return trainer
     finally:
@@ -308,18 +307,23 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()))
 
 
-def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: bool) -> list["StepCallback"]:
+def _warn(words: str) -> None:
+    stderr().print(words, soft_wrap=True)
+
+
+def _callbacks(config: Config, *, is_measured: bool, quiet: bool) -> list["StepCallback"]:
+    """What is told of every step on the terminal."""
+    train, log = config.train, list["StepCallback"]()
+    if not quiet:
+        log.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=is_measured))
+    return [*log, CheckpointAdvice(train, _warn)]
+
+
+def _trackers(config: Config, folder: RunFolder) -> list["StepCallback"]:
+    """The experiment trackers that are asked for; each begins a session."""
     from lengthwise.runtime.train import trackers
 
-    train = config.train
-
-    def warn(words: str) -> None:
-        stderr().print(words, soft_wrap=True)
-
-    callbacks: list[StepCallback] = []
-    if not quiet:
-        callbacks.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=is_measured))
-    callbacks.append(CheckpointAdvice(train, warn))
+    chosen = list["StepCallback"]()
     begins: dict[str, Callable[[], StepCallback]] = {
         "tensorboard": partial(trackers.TensorBoard, folder.tensorboard),
         "wandb": partial(trackers.WeightsAndBiases, folder.path, config),
@@ -328,6 +332,6 @@ def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: b
     }
     is_new = num_restarts() == 0  # else the tracker began before, and a run that has come so far goes on without it
     for name, begin in begins.items():
-        if getattr(train, name):
-            callbacks.append(trackers.LastingTracker(f"train.{name}", begin, warn=warn, must_begin=is_new))
-    return callbacks
+        if getattr(config.train, name):
+            chosen.append(trackers.LastingTracker(f"train.{name}", begin, warn=_warn, must_begin=is_new))
+    return chosen

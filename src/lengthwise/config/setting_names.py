@@ -8,7 +8,7 @@ from lengthwise.core.errors import Setting
 
 OTHER_MEANING = frozenset({"objective", "cost", "workers"})
 """Settings whose name means something else in ``prepare``; both say so."""
-MODEL_WORDS = {Setting.MODEL: "model", Setting.HF: "from_pretrained"}
+MODEL_WORDS = {Setting.MODEL: "model", Setting.HF: "from_pretrained", Setting.DTYPE: "the dtype of the model"}
 """What stands for settings of the model where Python code makes it."""
 
 

@@ -28,11 +28,17 @@ STALE_S = 60.0
 """A lock of another machine that has not changed for so long is taken over."""
 MOMENT_S = 0.2
 """Another process that looks at a lock which seems stale moves it aside for less than this."""
+_COMMAND_LENGTH = 200
+"""Most characters of a command that a message names."""
 _ATTEMPTS = 20
 
 
 class InUseError(InputError):
     """Another process holds the folder."""
+
+
+def _cut_short(command: str) -> str:
+    return command if len(command) <= _COMMAND_LENGTH else f"{command[: _COMMAND_LENGTH - 3]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,7 @@ class Holder:
             machine=machine(),
             pid=os.getpid(),
             started=start_time(os.getpid()),
-            command=" ".join(map(shell_quoted, sys.argv))[:200],
+            command=_cut_short(" ".join(map(shell_quoted, sys.argv))),
             since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         )
 

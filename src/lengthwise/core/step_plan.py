@@ -344,5 +344,5 @@ def check_layers(plans: Iterable[StepPlan], num_layers: int, *, model: str) -> N
         if (shared := plan.pipelines[0].scheme.num_layers) != num_layers:
             raise InputError(
                 f"the plans share out {shared} layers, model {model} has {num_layers}; name the model that they were "
-                "made for"
+                "made for: one of other sizes than its preset by a folder that holds a config.json with them"
             )

@@ -188,7 +188,10 @@ def _tokenizer_spec(
         return TokenizerSpec(kind="lengths" if sources.format is Format.NPY else "tokens", append_eos=False)
     if parse_kmer(chosen):
         if sources.format is not Format.FASTA:
-            raise InputError(f"--tokenizer {chosen} reads FASTA, but {sources.label} is {sources.format.value}")
+            raise InputError(
+                f"--tokenizer {chosen} reads FASTA, but {sources.label} is {sources.format.value}; add --format fasta "
+                "if it is FASTA by another name, or choose another --tokenizer"
+            )
         return TokenizerSpec(kind=chosen, append_eos=settings.append_eos)
     if chosen in ("", "bytes"):
         return TokenizerSpec(kind="bytes", append_eos=settings.append_eos)

@@ -9,6 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.index.readers.biology import (
+    FASTA_SUFFIXES,
+    OTHER_FORMATS,
+    is_fasta,
+    is_other_format,
+    other_format_refused,
+)
 from lengthwise.index.readers.compressed import SUFFIXES
 from lengthwise.index.readers.hf_saved import choose_split, data_files, is_saved
 from lengthwise.index.readers.json_array import json_format
@@ -29,7 +36,7 @@ _FORMAT_OF_SUFFIX = {
     ".tgz": Format.TAR,
     ".tar.gz": Format.TAR,
 }
-_UNPACKED = (".jsonl", ".jsonlines", ".ndjson", ".json", ".fa", ".fasta", ".fna")
+_UNPACKED = (".jsonl", ".jsonlines", ".ndjson", ".json", ".fa", ".fasta", ".fna", *FASTA_SUFFIXES)
 """Suffixes of files that are also read where .gz or .zst follows."""
 _JSON, _SHEETS = ".json", (".csv", ".tsv")
 _MEGATRON = (".idx", ".bin")
@@ -131,11 +138,11 @@ def _suffix_of(path: Path) -> str:
     suffix, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
     if suffix not in SUFFIXES:
         return suffix
-    return inner if inner in (*_UNPACKED, *_SHEETS) else inner + suffix
+    return inner if inner in (*_UNPACKED, *_SHEETS, *OTHER_FORMATS) else inner + suffix
 
 
 def _format_of(file: SourceFile) -> Format | str:
-    """The format by the file's name, of .json by what it begins with; a suffix of one that is not read as it is.
+    """The format by the file's name, and of some by what they begin with; a suffix of one that is not read as it is.
 
     A .bin or .idx is Megatron's only with the other one beside it.
     """
@@ -146,7 +153,9 @@ def _format_of(file: SourceFile) -> Format | str:
         return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
     if suffix == _JSON and file.size >= 0:
         return json_format(file) or _JSON
-    return suffix if suffix in _SHEETS else _FORMAT_OF_SUFFIX.get(suffix, Format.TEXT)
+    if suffix in FASTA_SUFFIXES:
+        return Format.FASTA if is_fasta(file) else Format.TEXT
+    return suffix if suffix in _SHEETS or is_other_format(file, suffix) else _FORMAT_OF_SUFFIX.get(suffix, Format.TEXT)
 
 
 def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
@@ -173,6 +182,8 @@ def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
         return formats[0]
     if _JSON in formats:
         return Format.TEXT
+    if formats[0] in OTHER_FORMATS:
+        raise other_format_refused(files[0], formats[0])
     raise InputError(
         f"{files[0].name} is a {formats[0]} table, which is not read; write it as Parquet "
         "(pandas: read_csv, then to_parquet), or read every file as one text with --format text"

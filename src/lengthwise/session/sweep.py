@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import TypeVar
 
 from lengthwise.core.device_spec import GBIT, GBYTE
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.wording import parse_tokens
+from lengthwise.core.wording import counted, parse_tokens
 from lengthwise.report.pages.compare_results import TrainingBudget
 from lengthwise.session.measured_profile import MeasuredProfile
 from lengthwise.session.planning_args import COMMAND_LINE, Spelling
@@ -18,6 +18,8 @@ from lengthwise.session.planning_args import COMMAND_LINE, Spelling
 MAX_POINTS = 64
 """Comparisons of one sweep."""
 MAX_TOKENS_PER_STEP = 1 << 40
+FEW_TOKENS = 1000
+"""A number below it, before one in thousands or more, was meant to have decimals."""
 MIN_RATE, MAX_RATE = 1e-6, 1e6
 """Gbit/s of a network port, or Gbyte/s of a link."""
 
@@ -136,10 +138,17 @@ def parse_token_counts(text: str | None, option: str) -> list[int]:
     """Whole numbers from ``200K,1M,4000000``, each once; none for None.
 
     Raises:
-        InputError: a part is no such number.
+        InputError: a part is no such number, or two are one with a decimal comma.
     """
-    numbers = [_tokens(part.strip(), option) for part in text.split(",")] if text is not None else []
-    return list(dict.fromkeys(numbers))
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    for digits, decimals in pairwise(parts):
+        if digits.isdecimal() and int(digits) < FEW_TOKENS and decimals[-1:].isalpha():
+            first = counted(int(digits), "token")
+            raise InputError(
+                f"{option} {brief(text or '')} is a step of {first} and one of {decimals}; decimals come after a "
+                f"point ({digits}.{decimals}), and commas are between numbers"
+            )
+    return list(dict.fromkeys(_tokens(part, option) for part in parts))
 
 
 def _tokens(text: str, option: str) -> int:

@@ -83,6 +83,14 @@ def test_equal_questions_have_equal_answers(cli, lengths):
     assert first == second
 
 
+def test_steps_of_fewer_tokens_than_the_longest_sequence_has_are_warned_of(cli, lengths):
+    longest = int(np.load(lengths).max())
+    for tokens, is_warned in ((longest - 1, True), (longest, False)):
+        code, _, err = cli(*arguments(lengths, "--tokens-per-step", tokens, "--policies", "static", "--steps", 1))
+        words = f"warning: --tokens-per-step {tokens:,} is less than the longest sequence has, {longest:,} tokens"
+        assert code == 0 and (words in err) == is_warned
+
+
 def test_several_clusters_are_listed_and_their_batches_grow(cli, lengths):
     document = compare(cli, lengths, "--gpus", "2,4", "--tokens-per-step", 30_000)
     assert [cluster["gpus"] for cluster in document["clusters"]] == [2, 4]
@@ -312,6 +320,11 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--lengths", "commoncraw"], 2, "did you mean commoncrawl"),
         (["--gpus", "four"], 2, "not a list of up to 16 numbers of devices"),
         (["--tokens-per-step", "many"], 2, "--tokens-per-step 'many' is not a number of tokens, such as 200000, 200K"),
+        (
+            ["--tokens-per-step", "1,5M"],
+            2,
+            "'1,5M' is a step of 1 token and one of 5M; decimals come after a point (1.5M), and commas are between",
+        ),
         (["--tokens-per-step", "0"], 2, "--tokens-per-step '0' is not a number of tokens"),
         (
             ["--tokens-per-step", "9T"],

@@ -317,6 +317,12 @@ def test_plans_of_other_layers_or_faster_than_devices_are_not_those_of_the_model
     named = ("--model", "llama-tiny", "--device", "H100-80GB")
     code, _, err = cli("simulate", single, *named)
     assert code == 2 and "the plans share out 12 layers, model llama-tiny has 4" in err
+    assert "one of other sizes than its preset by a folder that holds a config.json with them" in err
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    document = {"model_type": "llama", "num_hidden_layers": 12, "vocab_size": 99, "rms_norm_eps": 1e-5, **sizes}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(document))
+    assert cli("simulate", single, "--model", tmp_path / "own", *named[2:])[0] == 0, "the way out works"
     fast = write(tmp_path / "fast.jsonl", make_plan([lane(1e-8, layers=4)], update_s=0.0))
     code, _, err = cli("simulate", fast, *named)
     assert code == 2 and "faster than 1 H100-80GB could at their peak" in err and "llama-tiny in bfloat16" in err

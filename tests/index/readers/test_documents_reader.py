@@ -1,5 +1,6 @@
 """Every format: what is in the file is what is in the index, wherever work units are cut."""
 
+import gzip
 import json
 
 import numpy as np
@@ -69,6 +70,59 @@ def test_comments_of_fasta_are_no_letters(tmp_path, records, unit_bytes, head):
     path.write_text(head + "".join("\n".join([">name", *record, ""]) for record in records))
     expected = ["".join(line for line in record if not line.startswith(";")) for record in records]
     assert [document.data.decode() for document in read_all(path, unit_bytes=unit_bytes)] == expected
+
+
+@anywhere
+@given(lines=st.lists(st.text(alphabet="ACGT \t", max_size=12), min_size=1, max_size=6), unit_bytes=st.integers(1, 60))
+def test_blanks_within_lines_of_fasta_are_no_letters(tmp_path, lines, unit_bytes):
+    """As blocks of ten letters, which would shift all that follows."""
+    path = tmp_path / "a.fa"
+    path.write_text(">name\n" + "\n".join(lines) + "\n")
+    expected = "".join(lines).replace(" ", "").replace("\t", "")
+    assert [document.data.decode() for document in read_all(path, unit_bytes=unit_bytes)] == [expected]
+
+
+@pytest.mark.parametrize("line", ["1 ACGT ACGT", "ACGT >y"])
+def test_numbers_and_headers_within_lines_of_fasta_are_refused_by_record(tmp_path, line):
+    (tmp_path / "a.fa").write_text(f">w\nACGT\n>x\n{line}\n")
+    with pytest.raises(InputError, match=r"a\.fa, record 1 holds digits or '>' among its letters"):
+        build(tmp_path / "a.fa", tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", [b">x\rACGT\r>y\rGG\r", b">x\nACGT\r>y\rGG\n", b">x\r\nACGT\r\n>y\rGG\r\n"])
+def test_line_ends_of_old_macs_in_fasta_are_refused_with_the_way_out(tmp_path, text):
+    (tmp_path / "a.fa").write_bytes(text)
+    with pytest.raises(InputError, match=r"a\.fa has line ends of old Macs .*: tr '\\r' '\\n' < FILE > NEW"):
+        build(tmp_path / "a.fa", tmp_path / "out", on_empty="drop")
+
+
+@pytest.mark.parametrize("name", ["a.faa", "a.ffn", "a.frn", "a.fas", "a.fsa", "a.mpfa", "a.FAA", "a.faa.gz"])
+def test_fasta_by_its_other_suffixes_is_told_by_what_it_begins_with(tmp_path, name):
+    path, pack = tmp_path / name, gzip.compress if name.endswith(".gz") else bytes
+    path.write_bytes(pack(b"\n>p\nMK V\n>q\nMK\n"))
+    assert [document.data for document in read_all(path, unit_bytes=99)] == [b"MKV", b"MK"]
+    (tmp_path / "b.fas").write_bytes(b"(defun f ())")
+    assert [document.data for document in read_all(tmp_path / "b.fas", unit_bytes=99)] == [b"(defun f ())"]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "words"),
+    [
+        ("r.fastq", "@r1\nACGT\n+\nIIII\n", "is FASTQ, which is not read; write its reads as FASTA"),
+        ("r.fq.gz", "@r1\nACGT\n+\nIIII\n", "is FASTQ"),
+        ("g.gbk", "LOCUS  X\n", "is GenBank"),
+        ("g.gff3", "##gff-version 3\n", "is GFF, which is not read; index the FASTA"),
+        ("g.sam", "@HD\tVN:1\n", "is SAM"),
+    ],
+)
+def test_formats_of_sequences_that_are_not_read_are_refused_by_name(tmp_path, name, head, words):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(head.encode()) if name.endswith(".gz") else head.encode())
+    with pytest.raises(InputError, match=f"^{name} {words}.* one text with --format text$"):
+        read_all(path, unit_bytes=99)
+    plain = tmp_path / name.removesuffix(".gz")
+    plain.write_text("no such format")
+    assert len(read_all(plain, unit_bytes=99)) == 1, "other files by that name are texts"
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):

@@ -288,6 +288,16 @@ def test_a_checkpoint_of_another_optimizer_is_refused(ranks, tmp_path, saved_wit
         assert told.startswith(f"{saved / 'state.json'} {message}")
 
 
+def test_a_checkpoint_that_would_be_rounded_is_refused_and_one_that_would_not_is_read(ranks, tmp_path):
+    ranks(2).run(save_trained, str(tmp_path / "float64"), torch.float64, steps=1)
+    saved = checkpoint.latest(tmp_path / "float64")
+    for told in ranks(2).run(_refusal, str(saved), SPEC, OptimizerSettings()):
+        assert told.startswith(f"{saved / 'state.json'} holds master weights and optimizer state in float64, this run")
+    expected = ranks(2).run(save_trained, str(tmp_path / "float32"), torch.float32, steps=1)[0]
+    wider = ranks(1).run(_load_whole, str(tmp_path / "float32"), torch.float64, OptimizerSettings())[0]
+    assert_same_tensors({name: tensor.float() for name, tensor in wider.items()}, expected)
+
+
 def test_a_checkpoint_of_another_schema_is_refused_by_name(ranks, tmp_path, monkeypatch):
     """As a checkpoint of version 1 was: without digests; and one of a version to come."""
     old = tmp_path / "step_00000001"

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from lengthwise.cli.worker import _callbacks
+from lengthwise.cli.worker import _trackers
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
@@ -129,7 +129,7 @@ def test_every_tracker_of_a_run_ends_no_run(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     monkeypatch.setattr("lengthwise.runtime.train.trackers.write_text", mock.Mock())
     asked = [f"train.{name}=true" for name in ("tensorboard", "wandb", "trackio", "mlflow")]
-    callbacks = _callbacks(load(None, [*asked, "train.steps=9"]), RunFolder(tmp_path), is_measured=False, quiet=True)
-    assert sum(isinstance(callback, LastingTracker) for callback in callbacks) == len(asked)
-    for callback in callbacks:
-        callback.close()
+    trackers = _trackers(load(None, [*asked, "train.steps=9"]), RunFolder(tmp_path))
+    assert [type(tracker) for tracker in trackers] == [LastingTracker] * len(asked)
+    for tracker in trackers:
+        tracker.close()

@@ -308,3 +308,31 @@ def _check_other_data(path):
     other.stream = Sampler(LengthIndex(lengths=LENGTHS + 1), seed=4, sequences_per_step=7)
     with pytest.raises(InputError):
         other.resume(checkpoint.latest(Path(path) / "checkpoints"))
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("settings", [{}, {"keep_checkpoints": 1, "timeline": True}, {"steps": 1}])
+def test_a_resume_of_a_complete_run_writes_nothing(ranks, tmp_path, settings):
+    ranks(2).run(run_whole, str(tmp_path), steps=2, timeline=False)
+    before = stamps(tmp_path)
+    weights = ranks(1).run(run_on, str(tmp_path), 2, **{"steps": 2, "timeline": False, **settings})[0]
+    assert stamps(tmp_path) == before and weights
+
+
+def test_a_resume_that_is_stopped_before_its_first_step_saves_nothing(ranks, tmp_path):
+    ranks(2).run(run_whole, str(tmp_path), steps=2)
+    before = stamps(tmp_path / "checkpoints")
+    ranks(2).run(_stop_at_once, str(tmp_path))
+    assert stamps(tmp_path / "checkpoints") == before
+    ranks(1).run(run_on, str(tmp_path), 2, steps=3)
+
+
+def _stop_at_once(path: str) -> None:
+    trainer = make_trainer(path, steps=3)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    trainer.folder.stop.touch()
+    with pytest.raises(Preempted, match=r"before step 3; saved\. Go on with"):
+        trainer.fit()

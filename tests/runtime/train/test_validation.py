@@ -1,7 +1,9 @@
 """Validation: its loss is that of one device under any plan, it changes nothing, and it stops training early."""
 
 import random
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lengthwise.core.errors import InputError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.train.text_samples import TextSampling
 from lengthwise.runtime.train.validation import Validation, validation_loss
 from tests.runtime.train.runs import RandomTokens, local_world, master_weights, new_state, whole_batch_loss
 from tests.runtime.train.test_trainer import Stop, make_trainer, run_whole
@@ -152,10 +155,44 @@ def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step_00000001", "step_00000004"]
     assert (folder / "best").read_text() == "step_00000001\n"
+    saved = (folder / "step_00000004" / "state.json").stat().st_mtime_ns
     ranks(1).run(_resume, str(tmp_path), options)
     assert list(validations(tmp_path)) == [1, 2, 3, 4], "a run that has stopped early is over"
+    assert saved == (folder / "step_00000004" / "state.json").stat().st_mtime_ns, "and is not saved again"
     ranks(1).run(_resume, str(tmp_path), {**options, "patience": None})
     assert list(validations(tmp_path)) == list(range(1, 7))
+
+
+def test_a_run_that_stopped_early_has_samples_of_its_last_step(ranks, tmp_path):
+    ranks(1).run(_run_with_samples, str(tmp_path))
+    assert [row["step"] for row in RunFolder(tmp_path).read_samples()] == [1, 2]
+
+
+def make_sampled(path: str, **settings):
+    trainer = make_validated(path, every=1, steps=6, **FROZEN, **settings)
+    trainer.samples = SimpleNamespace(
+        is_due=partial(TextSampling.is_due, SimpleNamespace(every=2)), rows=lambda step, logits_of: [{"step": step - 1}]
+    )
+    return trainer
+
+
+def _run_with_samples(path: str) -> None:
+    make_sampled(path, patience=2).fit()
+
+
+def test_a_step_whose_validation_was_cut_short_has_samples_once_the_run_goes_on(ranks, tmp_path):
+    ranks(1).run(_stop_in_validation_and_resume, str(tmp_path))
+    assert [row["step"] for row in RunFolder(tmp_path).read_samples()] == [1, 3, 5]
+
+
+def _stop_in_validation_and_resume(path: str) -> None:
+    trainer = make_sampled(path)
+    trainer.on_validation = Stop(4).on_step
+    with pytest.raises(Preempted, match="in the validation after step 4"):
+        trainer.fit()
+    trainer = make_sampled(path)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    trainer.fit()
 
 
 @pytest.mark.deep

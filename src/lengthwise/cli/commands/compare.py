@@ -9,6 +9,7 @@ from lengthwise.cli import shared_options as shared
 from lengthwise.core.errors import InputError
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.report.whole_file import check_place
+from lengthwise.session.console import stderr
 from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 from lengthwise.sim.sim_options import SimOptions
 
@@ -94,7 +95,13 @@ def _points(
     """The clusters, tokens of a step and links that are compared, from the texts of options."""
     from lengthwise.session.sweep import parse_rates, parse_token_counts, sweep_points
 
-    sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
+    sizes, longest = parse_token_counts(tokens_per_step, "--tokens-per-step"), contest.lengths.max_length
+    if sizes and min(sizes) < longest:
+        stderr().print(
+            f"warning: --tokens-per-step {min(sizes):,} is less than the longest sequence has, {longest:,} tokens: "
+            "each sequence over it is a step by itself",
+            soft_wrap=True,
+        )
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
     return sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)
 

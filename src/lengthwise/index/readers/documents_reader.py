@@ -34,6 +34,10 @@ from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unc
 
 _COLUMNS = (Format.PARQUET, Format.ARROW)
 _PIECE_BYTES = 1 << 20
+_BLANKS = b" \t\r\n\v\f"
+"""Not counted as letters of a FASTA record, wherever they are in its lines."""
+_NO_LETTERS = b"0123456789>"
+"""No letters of a sequence: numbers of lines or positions, and a header that does not begin its line."""
 
 
 def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
@@ -309,6 +313,8 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
         begins, in_header = True, False  # whether what is read next begins a line, or goes on with a header
         while (row >= 0 or position < stop) and (piece := lines.readline(_PIECE_BYTES)):
             size, piece = len(piece), piece if position else piece.removeprefix(BYTE_ORDER_MARK)
+            if b"\r" in piece.rstrip(b"\r\n"):
+                raise _mac_line_ends(unit.files[0])
             if begins and piece.startswith(b">"):
                 if row >= 0:
                     yield record.document(row)
@@ -321,8 +327,7 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
             elif row >= 0:
                 if begins or not in_header:
                     in_header = False
-                    letters = piece.lstrip() if begins else piece
-                    record.add(letters.rstrip() if piece.endswith(b"\n") else letters)
+                    record.add(piece.translate(None, _BLANKS))
             elif begins and not unit.start and not piece.isspace():
                 raise InputError(f"{unit.files[0].name} is not FASTA: text before the first line that starts with '>'")
             position += size
@@ -330,6 +335,13 @@ def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
         if row >= 0:
             yield record.document(row)
     check_unchanged(unit.files[0])
+
+
+def _mac_line_ends(file: SourceFile) -> InputError:
+    return InputError(
+        f"{file.name} has line ends of old Macs (\\r alone), of which headers and letters cannot be told apart; write "
+        "it with others: tr '\\r' '\\n' < FILE > NEW"
+    )
 
 
 class _Record:
@@ -351,4 +363,6 @@ class _Record:
         data = bytes(self._data)
         if not data.isascii():
             return Document(0, row, b"", "undecodable", reason="holds a letter that is not ASCII")
+        if len(data.translate(None, _NO_LETTERS)) < len(data):
+            return Document(0, row, b"", "undecodable", reason="holds digits or '>' among its letters")
         return Document(0, row, data)

@@ -26,6 +26,7 @@ from lengthwise.runtime.state.checkpoint_files import (
     STATE_FILE,
     candidates,
     check_optimizer,
+    check_precision,
     damage,
     damaged,
     latest,
@@ -78,7 +79,8 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
     """Restore weights and optimizer on every rank and return what was saved beside them.
 
     Raises:
-        InputError: the checkpoint is incomplete or damaged, of another model or of another optimizer.
+        InputError: the checkpoint is incomplete or damaged, of another model or another optimizer, or has more
+            precise weights.
     """
     group = HostGroup(state.world.timeout)
     try:
@@ -170,6 +172,7 @@ def _checked_by_all(checkpoint: Path, state: ShardedState, group: HostGroup) -> 
         document = read_state(checkpoint)
         _check_model(checkpoint, document, state.table)
         _check_optimizer(checkpoint, document, state)
+        check_precision(checkpoint, document["master_dtype"], str(state.master_dtype).removeprefix("torch."))
         _verify_files(checkpoint, dict(list(document["files"].items())[world.rank :: world.size]))
     except InputError as message:
         error = message.marked, message.problem if isinstance(message, DamagedCheckpoint) else ""

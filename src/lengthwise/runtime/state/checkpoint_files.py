@@ -32,6 +32,13 @@ STATE_FILE, POINTER, BEST = "state.json", "latest", "best"
 _PARTIAL, _REPLACED, _DIGEST = ".partial", ".replaced", "blake2b"
 _HELD_BY_NFS = ".nfs"
 """How names begin of removed files that a process on a network file system still has open; they go with it."""
+_EXACT_IN = {
+    "float64": ("float64",),
+    "float32": ("float32", "float64"),
+    "bfloat16": ("bfloat16", "float32", "float64"),
+    "float16": ("float16", "float32", "float64"),
+}
+"""The dtypes that have every number of a dtype."""
 _NAME = re.compile(r"step_\d{8,}")
 
 
@@ -281,6 +288,16 @@ def check_optimizer(checkpoint: Path, saved: dict[str, Any], name: str) -> None:
         raise InputError(
             f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has {Setting.OPTIMIZER}={name}; "
             f"set {Setting.OPTIMIZER}={saved['name']}, or export the weights and start from them ({Setting.HF})"
+        )
+
+
+def check_precision(checkpoint: Path, saved: str, here: str) -> None:
+    """Raise ``InputError`` if master weights in dtype ``saved`` would be rounded to the dtype ``here``."""
+    if here not in _EXACT_IN.get(saved, (here,)):
+        raise InputError(
+            f"{checkpoint / STATE_FILE} holds master weights and optimizer state in {saved}, this run would round them "
+            f"to {here}; set {Setting.DTYPE} as when it was saved ({saved}), or export the weights and start from them "
+            f"({Setting.HF})"
         )
 
 

@@ -130,7 +130,7 @@ class CheckpointSaver:
         self._num_bytes = 0
         """Of the tensors of the newest checkpoint begun, on all ranks."""
         self.step: int | None = None
-        """That of the newest checkpoint begun."""
+        """That of the newest checkpoint begun, or of the one that the run goes on from."""
 
     @property
     def has_failed(self) -> bool:

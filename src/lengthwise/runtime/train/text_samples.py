@@ -38,9 +38,9 @@ class TextSampling:
     max_length: int = 0
     """Most tokens of a prompt with its continuation; 0: any."""
 
-    def is_due(self, step: int, *, num_steps: int) -> bool:
-        """Whether there are samples after ``step`` of ``num_steps`` steps."""
-        return step == num_steps or step % self.every == 0
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether there are samples after ``step`` steps; ``is_last``: training ends with them, early or not."""
+        return is_last or step % self.every == 0
 
     def rows(self, step: int, logits_of: LogitsOf) -> list[dict[str, Any]]:
         """Continuations of the prompts after ``step`` steps; changes no generator."""

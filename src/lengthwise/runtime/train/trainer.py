@@ -124,14 +124,15 @@ class TrainingLoop:
             self._validated = extra.get("validation", {})
         else:
             self.validation.load_state_dict(extra.get("validation", {}))
-            if self.world.is_first:
-                with suppress(OSError):  # the next checkpoint does it again
-                    checkpoint.point_to_best(self.folder.checkpoints, self.validation.kept_step)
         self.next_step = extra["step"]
+        if path.parent.resolve() == self.folder.checkpoints.resolve():
+            self._saver.step = self.next_step  # until a step or a validation is done, there is nothing to save
         self._saver.good_step = self.next_step - 1  # the step that led here had a finite loss; the next may not
 
     def fit(self) -> None:
         """Train for all steps, or until validation stops it; write metrics, plans, timelines and checkpoints.
+
+        A run that is complete (:attr:`is_complete`) writes nothing.
 
         Raises:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
@@ -152,6 +153,12 @@ class TrainingLoop:
             raise LengthwiseError(f"the run ends after step {self.next_step} ({reason(error)}); {safe}") from error
 
     def _fit(self) -> None:
+        if self.is_complete:
+            self._close()
+            return
+        if self.validation is not None and self.world.is_first:
+            with suppress(OSError):  # the next checkpoint does it again
+                checkpoint.point_to_best(self.folder.checkpoints, self.validation.kept_step)
         stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
         self.engine.begin()
         self._saver.connect()
@@ -173,13 +180,16 @@ class TrainingLoop:
                 self.ledger.check(self.stream.state_dict())
         finally:
             self._saver.close()
-            self.engine.close()
             for writer in writers.values():
                 writer.close()
-            for callback in self.callbacks:
-                callback.close()
+            self._close()
             if self.stop is None:
                 stop.close()
+
+    def _close(self) -> None:
+        self.engine.close()
+        for callback in self.callbacks:
+            callback.close()
 
     def _stopped(self, cause: StopCause, stop: StopRequest) -> LengthwiseError:
         """The error that ends a run which was stopped, and saved, before its last step."""
@@ -203,6 +213,12 @@ class TrainingLoop:
         """Whether all steps are done, or validation stopped the training."""
         has_stopped = self.validation is not None and self.validation.should_stop
         return has_stopped or self.next_step >= self.config.train.num_steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to train, to validate or to save of the run that was resumed."""
+        is_outstanding = self.validation is not None and self.validation.outstanding is not None
+        return self.is_done and not is_outstanding and self._saver.step == self.next_step
 
     def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> tuple[StopCause, dict[str, Any]]:
         """Run the next step and record it; why the ranks agreed to stop, if they did, and the sampler's state then."""
@@ -276,13 +292,15 @@ class TrainingLoop:
             return StopCause.NONE
         row = self.validation.outstanding
         if not (cause := self._validate(self.validation, row, stop)):
+            self._saver.step = None  # the checkpoint of the step has no loss of it
+            self._sample(writers)
             self._write(row, writers)
         self._save_if_due(self.stream.state_dict(), cause)
         return cause
 
     def _sample(self, writers: dict[str, JsonLines]) -> None:
         """Sample text and record it if that is due after the steps done so far."""
-        if self.samples is None or not self.samples.is_due(self.next_step, num_steps=self.config.train.num_steps):
+        if self.samples is None or not self.samples.is_due(self.next_step, is_last=self.is_done):
             return
         ACTIVITY.begin("samples of text", step=self.next_step - 1)
         with self.engine.predicting() as logits_of:
