@@ -229,3 +229,18 @@ def test_plans_of_any_planner_are_refused_where_sharing_is_not_exact_or_was_not_
     for refusals in ranks(2).run(with_check, refused_plans, kind, (*reasons,)):
         for reason, refusal in zip(reasons.values(), refusals):
             assert re.search(rf"plan for step 0: pipelines\[0\] {reason}", refusal), refusal
+
+
+class AfterPrompt(models.GPT):
+    """Has no loss of the first two tokens, and so a mean over nothing for a sequence of two."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        return logits, F.cross_entropy(logits[:, 2:].flatten(0, 1), targets[:, 2:].flatten())
+
+
+def test_a_mean_over_nothing_is_refused_with_the_way_to_divide():
+    with pytest.raises(
+        CheckError, match=r"is nan for sequences of 2 slots alone, .* 0 / 0: divide by their number, 1 "
+    ):
+        lw.prepare(AfterPrompt().double(), rows(), **{**OWN_PLANS, "packing": "always"})
