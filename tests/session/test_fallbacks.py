@@ -1,6 +1,8 @@
 """Models that packs, or layers computed again, would change are computed by what is exact, with a warning of it."""
 
 import logging
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from lengthwise.session.fallbacks import reason_of
 from tests.runtime.harness import with_check
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
-from tests.session.structure_runs import OPTIONS, build, rows, train_alone
+from tests.session.structure_runs import OPTIONS, build, plan_of, rows, train_alone
 from tests.session.test_made_labels import prompt_hidden
 from tests.session.test_partial_calls import llama
 
@@ -178,3 +180,67 @@ def test_reasons_advise_nothing_that_is_done_or_not_needed(message, reason):
     is_of_call = " fails " in message
     at_other_lengths = reason_of(InputError(message), is_of_length=True)
     assert at_other_lengths.endswith(", a length that the corpus need not have") is is_of_call
+
+
+class ShiftedByPositions(models.GPT):
+    """Adds what the token before has, which is none where positions begin again: exact in packs, not in shards."""
+
+    def forward(self, idx, targets=None, position_ids=None):
+        places = torch.arange(idx.shape[1]) if position_ids is None else position_ids
+        return super().forward((idx + F.pad(idx, (1, -1)) * (places != 0)) % models.VOCAB, targets)
+
+
+class Convolved(models.GPT):
+    """Adds what the token before has, in packs that of another sequence."""
+
+    def forward(self, idx, targets=None):
+        return super().forward((idx + F.pad(idx, (1, -1))) % models.VOCAB, targets)
+
+
+def refused_plans(kind, methods):
+    """What each of two ranks says to plans of its user's own that share sequences by each of some methods."""
+    as_started_by_torchrun()
+    model = {"shifted": ShiftedByPositions, "convolved": Convolved, "exact": models.GPT}[kind]().double()
+    run = lw.prepare(model, rows(), **{**OWN_PLANS, "max_stages": 1, "recompute": "none"})
+    refusals = []
+    for method in methods:
+        run.planner = partial(plan_of, method, run.wrapped_model.structure.num_layers, run.world.size, False)
+        try:
+            next(run.steps())
+            refusals.append("")
+        except InputError as error:
+            refusals.append(str(error))
+    run.close()
+    return refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "reasons"),
+    [
+        (
+            "shifted",
+            {"ulysses": "has degree 2, and at most 1 may share a sequence of ShiftedByPositions: max_degree=1"},
+        ),
+        ("convolved", {"ring": "has degree 2, and Convolved is computed sequence by sequence, each on one rank"}),
+        ("exact", {"ulysses_ring": "shares sequences by ulysses_ring, and GPT was compared .* by ulysses, ring alone"}),
+    ],
+)
+def test_plans_of_any_planner_are_refused_where_sharing_is_not_exact_or_was_not_compared(ranks, kind, reasons):
+    for refusals in ranks(2).run(with_check, refused_plans, kind, (*reasons,)):
+        for reason, refusal in zip(reasons.values(), refusals):
+            assert re.search(rf"plan for step 0: pipelines\[0\] {reason}", refusal), refusal
+
+
+class AfterPrompt(models.GPT):
+    """Has no loss of the first two tokens, and so a mean over nothing for a sequence of two."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        return logits, F.cross_entropy(logits[:, 2:].flatten(0, 1), targets[:, 2:].flatten())
+
+
+def test_a_mean_over_nothing_is_refused_with_the_way_to_divide():
+    with pytest.raises(
+        CheckError, match=r"is nan for sequences of 2 slots alone, .* 0 / 0: divide by their number, 1 "
+    ):
+        lw.prepare(AfterPrompt().double(), rows(), **{**OWN_PLANS, "packing": "always"})

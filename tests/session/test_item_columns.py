@@ -420,3 +420,18 @@ def test_rows_without_labels_are_refused_where_the_loss_does_not_shift_them(rank
     (message,) = ranks(1).run(refusals_of_unlabelled_rows)
     assert "compares the output of each token with the label at the same place" in message
     assert "objective='next-token'" in message
+
+
+@pytest.mark.parametrize("column", [[0.0, 0.5, 1.0, 0.0], [[0.5], [1.0], [0.0], [1.0]], [1, 0, 0, 1], 0.5])
+def test_numbers_that_a_loss_may_be_made_of_are_refused_with_the_option_that_names_them(column):
+    given = [{"input_ids": [1, 2, 3, 4], "answer_weight": column}] * 4
+    for refused in (given, [(item, item) for item in given]):
+        with pytest.raises(InputError, match=r"column answer_weight of .*name it in loss_columns=\('answer_weight',\)"):
+            learned(models.gpt(), refused)
+
+
+def test_columns_that_no_loss_is_made_of_are_refused_without_that_option():
+    for column in ({"sizes": [0.5, 1.0]}, {"token_type_ids": [1, 1, 0, 0]}):
+        with pytest.raises(InputError, match="leave it out of the items") as refused:
+            learned(models.gpt(), [{"input_ids": [1, 2, 3, 4], **column}] * 4)
+        assert "loss_columns" not in str(refused.value)

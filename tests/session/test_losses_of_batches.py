@@ -335,3 +335,30 @@ def test_tags_of_all_tokens_do_not_hide_that_rows_weigh_alike(kind, said, caplog
     lw.prepare(kind().double(), items, **settings).close()
     assert said in caplog.text and (said == NOTED) == (NOTED in caplog.text)
     assert kind is not RowSums or "sequence by sequence: exact" not in caplog.text
+
+
+class OfFirstRow(models.GPT):
+    """Takes one sequence at a time: it reads the first row alone."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx[:1])
+        return logits, None if targets is None else F.cross_entropy(logits[0], targets[0])
+
+
+class OfFirstPrefix(models.GPT):
+    """Reads of one argument the first row alone, whose tokens have another embedding."""
+
+    def forward(self, idx, targets=None, kind=None):
+        logits, _ = super().forward(torch.where(kind[0] == 1, (idx + 7) % models.VOCAB, idx))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("kind", [OfFirstRow, OfFirstPrefix])
+def test_a_loss_of_which_several_sequences_are_no_batch_is_not_said_to_be_another(kind, caplog):
+    items = rows()
+    if kind is OfFirstPrefix:
+        items = [{"input_ids": row.tolist(), "kind": (row % 2).tolist()} for row in items]
+    run, _ = prepared(kind, items, packing="never")
+    run.close()
+    assert run.wrapped_model.is_mean is None
+    assert not any(NOTED in record.getMessage() for record in caplog.records)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -134,6 +135,24 @@ def test_what_cannot_share_is_refused_with_the_reason(reason):
 def test_masks_of_a_models_own_are_refused(name):
     with pytest.raises(InputError, match="share_prefixes=True is for causal attention"):
         _prepared(groups(longest=9, vocab=37), model=CASES[name].build().double())
+
+
+class Sloped(models.Attention):
+    """Attends with biases by distance, as ALiBi does."""
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2) for part in self.qkv(x).chunk(3, -1))
+        places = torch.arange(x.shape[-2])
+        bias = 0.5 * (places - places[:, None]).to(x).masked_fill(places > places[:, None], -torch.inf)
+        return self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(-3, -2).flatten(-2))
+
+
+def test_a_bias_by_distance_is_refused_as_what_it_is():
+    model = models.GPT().double()
+    for block in model.blocks:
+        block.attention.__class__ = Sloped
+    with pytest.raises(InputError, match="this model's attention has masks or biases of its own; leave share_prefixes"):
+        _prepared(groups(), model=model)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _MEDIA = ("pixel", "image", "audio", "video", "speech", "input_features", "input
 _OWN_ARGUMENTS = frozenset([*TOKEN_ARGUMENTS, *TARGET_ARGUMENTS, *POSITION_ARGUMENTS])
 """Arguments of a forward that are made from tokens and labels."""
 _NOT_PASSED = ("past", "cache", "decoder", "head_mask", "shift_labels", "inputs_embeds", "logits", "output_", "return_")
+_NOT_OF_LOSS = frozenset([*TOKENS, *LABELS, *POSITIONS, PADDING, SPECIAL, TOKEN_TYPES])
+"""Columns that items have for the model, and no loss is made of."""
 LARGEST_ID = np.iinfo(np.int64).max
 
 
@@ -327,7 +329,8 @@ class ItemColumns:
             return array.astype(np.int64)
         reason = self._reason_refused(name, array)
         if reason:
-            raise cannot_be_used(where, name, reason)
+            is_for_loss = array.dtype.kind in "biuf" and (is_per_token or not array.ndim) and name not in _NOT_OF_LOSS
+            raise cannot_be_used(where, name, reason, is_for_loss=is_for_loss)
         is_meant = is_per_token and array.ndim == 1 and array.dtype.kind in "biu" and name != TOKEN_TYPES
         self.maybe_meant[name] = is_meant and self.maybe_meant.get(name, True)
         only = self.only_values.get(name, array[:1]) if is_meant else None
@@ -363,7 +366,7 @@ class ItemColumns:
 
 
 def _loss_column(where: str, name: str, value: Any, num_slots: int) -> np.ndarray:
-    if name in (*TOKENS, *LABELS, *POSITIONS, PADDING, SPECIAL):
+    if name in _NOT_OF_LOSS and name != TOKEN_TYPES:
         raise InputError(f"loss_columns names {name}, which items have for the model; give the column another name")
     if value is None:
         raise InputError(f"{where} has no column {name}, which loss_columns names; give it to every item")

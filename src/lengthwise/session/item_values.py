@@ -143,9 +143,13 @@ def row_advice(tokens: np.ndarray) -> str:
     return "of sequences of anything else say how many tokens each element of the first axis is: slot_tokens"
 
 
-def cannot_be_used(where: str, name: str, reason: str) -> InputError:
-    """The error for a column that would change what is learned, and that nobody knows how to use."""
+def cannot_be_used(where: str, name: str, reason: str, *, is_for_loss: bool = False) -> InputError:
+    """The error for a column that would change what is learned, and that nobody knows how to use.
+
+    ``is_for_loss``: it has numbers that a loss may be made of.
+    """
+    named = f"name it in loss_columns=({name!r},) if the loss is made of it (micro_batch.column({name!r})), "
     return InputError(
-        f"column {name} of {where} {reason}; leave it out of the items, or make the forward's arguments yourself with "
-        "inputs=lambda micro_batch: {...}"
+        f"column {name} of {where} {reason}; {named if is_for_loss else ''}leave it out of the items, or make the "
+        "forward's arguments yourself with inputs=lambda micro_batch: {...}"
     )

@@ -1,5 +1,6 @@
 """Which parallel methods the plans of a run may use, and whether its devices and measurements allow them."""
 
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config, PlanConfig
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
@@ -8,6 +9,7 @@ from lengthwise.core.specs import ClusterSpec
 from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost
 from lengthwise.plan.space.search_space import DEFAULT_METHODS, SHARDED_METHODS
+from lengthwise.runtime.loop.plan_limits import PlanLimits
 
 RANDOM = "random"
 """Instead of a method: one drawn for every layer of every micro-batch."""
@@ -20,6 +22,12 @@ def methods_of(plan: PlanConfig) -> tuple[Method, ...] | None:
     if plan.methods is not None:
         return tuple(map(Method, dict.fromkeys(plan.methods)))
     return (Method(plan.method),) if plan.method else None
+
+
+def plan_limits(options: PrepareOptions) -> PlanLimits:
+    """What plans of a prepared model may have, as its comparison with the stock model left the ``options``."""
+    is_any_method = options.methods is None and not options.check
+    return PlanLimits(max_degree=options.max_degree, methods=None if is_any_method else options.sharing_methods)
 
 
 def asked_methods(plan: PlanConfig) -> str:

@@ -56,6 +56,7 @@ from lengthwise.session.item_reader import ItemReader
 from lengthwise.session.longer_sequences import with_longest_fitting
 from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.meant_labels import check_labels_are_meant, check_labels_of_next
+from lengthwise.session.method_choice import plan_limits
 from lengthwise.session.model_checks import (
     check_by_sequence,
     check_model,
@@ -162,7 +163,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     except BaseException:
         prepared.close()
         raise
-    run.limits_own_batches = chosen.steps is not None
+    run.limits_own_batches, run.plan_limits = chosen.steps is not None, plan_limits(chosen)
     kinds, sizes = NewKinds(prepared), NewSizes(prepared, chosen, sequences.computed_lengths)
     run.check_again = partial(compare_again, prepared, chosen, kinds, sizes)
     run.compares_changes = chosen.check

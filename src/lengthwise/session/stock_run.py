@@ -24,6 +24,7 @@ from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.session.calibration import find_cost
 from lengthwise.session.compile_sizes import use_cache
 from lengthwise.session.datasets import RunSequences, read_sequences
+from lengthwise.session.method_choice import plan_limits
 from lengthwise.session.model_checks import check_takes
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration, calibrated
@@ -85,6 +86,7 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
             keep_layers=planning.keep_layers,
             check_stages=partial(check_stages, prepared),
         )
+        run.plan_limits = plan_limits(chosen)
 
         shown = None if validated is None else make_collator(prepared.wrapped_model, chosen, validated)
         return RunParts(
@@ -132,6 +134,7 @@ class _Planning:
                 slice_problem=slice_problem(self._prepared),
             )  # fmt: skip
             check_pack_sizes(plan, self._prepared.wrapped_model.max_tokens(self._prepared.collator))
+            plan_limits(self._options).check(plan, self._prepared.wrapped_model)
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:

@@ -2,7 +2,9 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
+from lengthwise.runtime.loop.plan_limits import PlanLimits
 from lengthwise.runtime.loop.saved_buffers import MOST_BYTES, buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.unprepared_models import may_mix_tokens
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
@@ -132,3 +136,36 @@ def of_transformers():
 )
 def test_tokens_may_meet_where_a_module_attends_convolves_recurs_or_stacks_layers(module, may_mix):
     assert may_mix_tokens(module) == may_mix
+
+
+def shared_plan(**options):
+    """What :class:`PlanLimits` reads of a plan with a micro-batch that two ranks share."""
+    scheme = replace(uniform_scheme(2, degree=2, method=Method.ULYSSES), **options)
+    pipeline = SimpleNamespace(
+        scheme=scheme,
+        micro_batches=(None,),
+        scheme_of=lambda planned: scheme,
+        methods_of=lambda planned: scheme.methods,
+    )
+    return SimpleNamespace(step=4, pipelines=(pipeline,))
+
+
+@pytest.mark.parametrize(
+    ("problem", "limits", "plan", "of_model"),
+    [
+        ("has degree 2, and at most 1 may share a sequence of Linear", {"max_degree": 1}, {}, {}),
+        ("has degree 2, and Linear is computed sequence by sequence", {}, {}, {"by_sequence": "one by one"}),
+        ("shares sequences by ulysses, and Linear was compared", {"methods": (Method.RING,)}, {}, {}),
+        ("computes in tiles of tokens or groups of heads", {}, {"head_groups": 2}, {"compiled": "its layers"}),
+        ("computes in tiles of tokens or groups of heads", {}, {"tile_tokens": 64}, {"compiled": "its layers"}),
+        ("shards gradients .*, and coupled_loss=", {}, {"shard_gradients": True}, {"is_coupled": True}),
+    ],
+)
+def test_a_plan_beyond_what_a_model_was_compared_in_is_refused_by_name(problem, limits, plan, of_model):
+    is_coupled = of_model.pop("is_coupled", False)
+    model = SimpleNamespace(**{"model": nn.Linear(1, 1), "by_sequence": None, "compiled": None} | of_model)
+    with pytest.raises(InputError, match=rf"plan for step 4: pipelines\[0\] {problem}.*; plan "):
+        PlanLimits(**limits).check(shared_plan(**plan), model, is_coupled=is_coupled)
+    PlanLimits(max_degree=2, methods=(Method.ULYSSES,)).check(
+        shared_plan(), SimpleNamespace(model=nn.Linear(1, 1), by_sequence=None, compiled=None)
+    )

@@ -39,7 +39,7 @@ ALONE_FIRST = in_packs([0], [1], [2, 3, 4, 5])
 TOGETHER = in_packs([0, 1, 2], [3, 4, 5])
 
 
-def trained(loss_of, *, planner, items=None, model=None, **options):
+def trained(loss_of, *, planner, items=None, model=None, mean_over=None, **options):
     """Train ``STEPS`` steps with a loss made of model, micro-batch and the number of the step."""
     torch.manual_seed(0)
     model = model or Plain().double()
@@ -47,7 +47,7 @@ def trained(loss_of, *, planner, items=None, model=None, **options):
         run.planner = planner
         for step in run.steps():
             for micro_batch in step:
-                step.backward(loss_of(model, micro_batch, step.number))
+                step.backward(loss_of(model, micro_batch, step.number), mean_over=mean_over)
             step.update()
         return run.next_step
 

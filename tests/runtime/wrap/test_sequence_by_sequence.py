@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lengthwise as lw
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence, seed_for_sequence
 from tests.runtime.loop.modules import VOCAB
@@ -16,6 +17,8 @@ from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
 from tests.runtime.loop.test_families import _new
 from tests.runtime.loop.test_plain_modules import LOGITS, built
+from tests.session import models
+from tests.session.structure_runs import OPTIONS, rows
 
 PACKS = {
     1: (Packs(ranks=(0,), packs=((2, 3, 6), (0, 8), (4, 1, 5, 7, 9)), recompute=(True, False, True)),),
@@ -183,3 +186,47 @@ def test_every_generator_draws_for_a_sequence_in_its_step_and_goes_on_as_before(
     assert numbers() == expected
     for other in (drawn(4), drawn(3, step=1), drawn(3, seed=1)):
         assert all(one != two for one, two in zip(first, other))
+
+
+class Writes(models.GPT):
+    """Writes into all that it is given, or into copies of it."""
+
+    copies = False
+
+    def forward(self, idx, position_ids, kind, targets=None):
+        if self.copies:
+            idx, position_ids, kind, targets = idx.clone(), position_ids.clone(), kind.clone(), targets.clone()
+        idx[:, 0] = 5
+        position_ids[:, :1] = 3
+        kind.masked_fill_(kind == 2, 0)
+        targets[:, :1].clamp_(max=9)
+        x = self.tokens(idx) + self.places(position_ids) + self.places(kind)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def train_writing(copies, **options):
+    """Weights after a step, and the tokens that the loop has after its forwards."""
+    torch.manual_seed(0)
+    model, tokens = Writes().double(), []
+    model.copies = copies
+    items = [{"input_ids": row.tolist(), "kind": (row % 3).tolist()} for row in rows()]
+    with lw.prepare(model, items, steps=1, **OPTIONS, **options) as run:
+        for step in run.steps():
+            for micro_batch in step:
+                inputs = micro_batch.inputs
+                step.backward(model(**inputs))
+                tokens.append(inputs["idx"].clone())
+            step.update()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, torch.cat(tokens, 1)
+
+
+def test_a_forward_may_write_into_its_arguments(caplog):
+    weights, tokens = train_writing(False)
+    assert "Writes is computed sequence by sequence" in caplog.text
+    expected, untouched = train_writing(True, packing="never")
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-12)
+    changed = tokens != untouched
+    assert 0 < changed.sum() <= len(rows()) and (tokens[changed] == 5).all()

@@ -227,8 +227,7 @@ class Step:
         check_form(loss, len(shard.passes))
         self.run.trained_outside.check_new(loss, side)
         check_targets(loss, micro_batch, mean_over)
-        if mean_over is None:
-            self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
+        self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch, mean_over)
         if mean_over in (None, "targets", "tokens") and self.run.wrapped_model.by_sequence is None:
             check_not_bent(loss, model=type(self.run.model).__name__, micro_batch=micro_batch)
         terms = copies_of(self._weighing.terms(micro_batch, loss, side, mean_over))

@@ -21,6 +21,7 @@ from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.loop_gradients import LoopGradients
 from lengthwise.runtime.loop.manual_changes import inspect_weights
 from lengthwise.runtime.loop.optimizer_methods import OptimizerMethods
+from lengthwise.runtime.loop.plan_limits import PlanLimits
 from lengthwise.runtime.loop.planned_pipelines import check_executable, check_pack_sizes
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.slice_limits import slice_problem
@@ -43,6 +44,8 @@ class WatchedModel(PreparedModel):
     """Whether packs are compared again where a loop has changed settings of the model."""
     changes_of_items: Callable[[Iterable[SequenceColumns]], dict[str, str]] | None = None
     """What items have that packs are to be compared with again, in words, by name; None: nobody looks."""
+    plan_limits = PlanLimits()
+    """What plans may have, whether the planner of ``prepare`` made them or another."""
     next_step: int
     meets_after_steps = False
     """Whether ranks wait for each other after the last step, too, as for what callbacks ask for."""
@@ -93,6 +96,7 @@ class WatchedModel(PreparedModel):
             slice_problem=slice_problem(self, is_coupled=is_coupled),
         )  # fmt: skip
         check_pack_sizes(plan, model.max_tokens(self.collator))
+        self.plan_limits.check(plan, model, is_coupled=is_coupled)
 
     def _release(self, *, is_together: bool | None = None) -> None:
         self._is_closed = True

@@ -6,7 +6,7 @@ shows that: one sequence has its own loss either way, and so has a pack. A term 
 gradient, so the gradients are compared too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -137,13 +137,43 @@ def _is_mean(run: PreparedModel, lengths: tuple[int, ...], dtype: torch.dtype | 
         return True
     del apart
     again = at_once()  # which differs if random numbers are drawn
-    return None if again is None or not _is_same(run, again, together, dtype) else False
+    is_other = again is not None and _is_same(run, again, together, dtype)
+    return False if is_other and not _takes_one(run, lengths, together.loss or 0.0) else None
+
+
+def _takes_one(run: PreparedModel, lengths: tuple[int, ...], loss: float) -> bool:
+    """Whether the model takes one sequence at a time: of an argument of several it reads the first row alone.
+
+    ``loss``: that of all sequences at once.
+    """
+
+    def is_loss(change: Callable[[Tensor], Tensor], name: str) -> bool:
+        changed = _of_all_ranks(run, partial(_gradients_at_once, run, lengths, {name: change}))
+        return changed is not None and _is_on_all_ranks(
+            run, is_close(changed.loss or 0.0, loss, run.state.coarsest_dtype)
+        )
+
+    names = _stock_inputs(run, _micro_batch(run, lengths, 0))
+    return any(is_loss(_as_first, name) and not is_loss(_without_first, name) for name in names)
+
+
+def _as_first(rows: Tensor) -> Tensor:
+    return rows[:1].expand_as(rows).contiguous()
+
+
+def _without_first(rows: Tensor) -> Tensor:
+    return torch.cat([rows[1:], rows[-1:]])
 
 
 def _is_same(run: PreparedModel, some: GradientResult, other: GradientResult, dtype: torch.dtype | None) -> bool:
     worst = worst_difference(run, some, other, tolerance_of(dtype, run.state.coarsest_dtype))
     is_same = worst.ratio <= 1.0 and is_close(some.loss or 0.0, other.loss or 0.0, run.state.coarsest_dtype)
-    return bool(gather_rows(torch.tensor([int(is_same)], device=run.world.device)).all())
+    return _is_on_all_ranks(run, is_same)
+
+
+def _is_on_all_ranks(run: PreparedModel, is_so: bool) -> bool:
+    """Whether something is so on every rank, which all call this."""
+    return bool(gather_rows(torch.tensor([int(is_so)], device=run.world.device)).all())
 
 
 def _of_all_ranks(run: PreparedModel, compute: Callable[[], GradientResult | None]) -> GradientResult | None:
@@ -156,11 +186,16 @@ def _of_all_ranks(run: PreparedModel, compute: Callable[[], GradientResult | Non
         result = None
     is_known = result is not None and np.isfinite(result.loss or 0.0)
     is_known = is_known and result is not None and all(bool(part.isfinite().all()) for part in result.gradients)
-    return result if bool(gather_rows(torch.tensor([int(is_known)], device=run.world.device)).all()) else None
+    return result if _is_on_all_ranks(run, is_known) else None
 
 
-def _gradients_at_once(run: PreparedModel, lengths: tuple[int, ...]) -> GradientResult | None:
-    """Loss and gradients of the stock model, called with all sequences at once; None: it cannot be."""
+def _gradients_at_once(
+    run: PreparedModel, lengths: tuple[int, ...], changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None
+) -> GradientResult | None:
+    """Loss and gradients of the stock model, called with all sequences at once; None: it cannot be.
+
+    ``changes``: by the name of an argument, how its rows are changed.
+    """
     template = None
     with run.gathered():
         if run.wrapped_model.has_own_loss:
@@ -171,6 +206,8 @@ def _gradients_at_once(run: PreparedModel, lengths: tuple[int, ...]) -> Gradient
         joined = _joined([_stock_inputs(run, micro_batch) for micro_batch in micro_batches])
         if joined is None:
             return None
+        for name, change in (changes or {}).items():
+            joined[name] = change(joined[name]) if isinstance(joined[name], Tensor) else joined[name]
         counts = [_num_targets(run, micro_batch) for micro_batch in micro_batches]
         with run.wrapped_model.plain():
             output = run.model(**joined)

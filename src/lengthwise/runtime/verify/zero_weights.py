@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from math import prod
+from math import isnan, prod
 from typing import Any
 
 import torch
@@ -99,10 +99,13 @@ def of_stock(run: PreparedModel, compute: Callable[[], GradientResult], fill: Fi
     lengths = ", ".join(f"{length:,}" for length in dict.fromkeys(result.without_number))
     is_users = run.wrapped_model.make_inputs is not None or run.wrapped_model.has_own_loss
     makes = "inputs= or loss= make" if is_users else "it is given"
+    is_nan = isnan(result.loss or 0.0)
+    of_none = " (a mean over none of them is 0 / 0: divide by their number, 1 at least)" if is_nan else ""
     raise CheckError(
         f"the loss of {type(run.model).__name__} is {result.loss} for sequences of {lengths} slots alone, called as "
-        f"before it was prepared, with the corpus's own tokens. What {makes} must suit sequences of every length, such "
-        "as places and labels within them: prepare compares it on some that it makes, whose numbers are 0, 1, ..."
+        f"before it was prepared, with the corpus's own tokens{of_none}. What {makes} must suit sequences of every "
+        "length, such as places and labels within them: prepare compares it on some that it makes, whose numbers are "
+        "0, 1, ..."
     )
 
 

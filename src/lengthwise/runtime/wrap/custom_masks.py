@@ -31,6 +31,10 @@ ON_PACKS = (
     "sequence by sequence, with packing='never' of prepare"
 )
 """What to do about an attention that is another one than when the model was prepared."""
+OF_SHARED_PREFIXES = (
+    "share_prefixes=True is for causal attention, where no token sees a later one: this model's attention"
+)
+"""The beginning of errors of models whose attention cannot be that of sequences which share what they begin with."""
 
 
 @dataclass(kw_only=True)
@@ -161,6 +165,8 @@ class MaskTables:
             InputError: what it was given for this rank's slots does not follow from the positions.
         """
         table = self._tables[number]
+        if shard.tree is not None and table.values is not None:
+            raise InputError(f"{OF_SHARED_PREFIXES} has masks or biases of its own; leave share_prefixes out")
         if mask is not None:
             self._check(number, mask, table, shard)
         if table.values is not None:

@@ -20,7 +20,9 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap.deferred_loss import DeferredLoss
 from lengthwise.runtime.wrap.gradient_changes import graph_of
+from lengthwise.runtime.wrap.loss_divisors import DivisorCheck
 from lengthwise.runtime.wrap.loss_places import LossPlace, place_of, tells_apart
+from lengthwise.runtime.wrap.made_labels import targets_of_loss
 from lengthwise.runtime.wrap.missing_tensor import MissingTensor
 
 _log = logging.getLogger("lengthwise")
@@ -57,6 +59,13 @@ class NotedLoss:
         self.output = output
 
     @property
+    def made_by(self) -> Any:
+        """The operation that made the loss; None: the forward returned none, or it was not computed yet."""
+        if isinstance(self._value, DeferredLoss):
+            return self._value.whole().grad_fn if self._value.is_computed else None
+        return self._made_by
+
+    @property
     def value(self) -> Tensor | None:
         """The loss, computed now if it was not; None: the forward returned none."""
         return None if self._value is None else self._value.detach().clone()
@@ -87,7 +96,7 @@ class LossCheck:
 
     def __init__(self, *, warns: bool = True) -> None:
         """``warns``: whether this rank says what is the same within a wide limit."""
-        self._warns = warns
+        self._warns, self.divisors = warns, DivisorCheck()
         self._known: set[tuple[Signature, LossPlace]] = set()
         self._later: list[tuple[Tensor, list[Tensor], torch.dtype | None]] = []
         """A loss, the values of the checked one, and the dtype of a head of both, to compare at the update."""
@@ -112,12 +121,14 @@ class LossCheck:
         place = place_of(micro_batch)
         return not any(place.is_like(compared) for _, compared in self._known)
 
-    def check(self, loss: Any, wrapped_model: Any, micro_batch: Any) -> None:
-        """Compare a loss with the one that was checked before the run.
+    def check(self, loss: Any, wrapped_model: Any, micro_batch: Any, mean_over: MeanOver | None = None) -> None:
+        """Compare a loss with the one that was checked before the run, or its divisor with what it is a mean over.
 
         Raises:
             CheckError: it is another one.
         """
+        if mean_over is not None:
+            return self._check_divisor(loss, micro_batch, mean_over)
         _check_labels(wrapped_model, micro_batch)
         passes = [forward for forward in micro_batch.shard.passes if forward.noted is not None]
         noted = [forward.noted for forward in passes if forward.num_other_targets is None]
@@ -151,6 +162,13 @@ class LossCheck:
             self._warn_of_16_bits(loss, values)
             if tells_apart(micro_batch, place):
                 self._known.add((signature, place))
+
+    def _check_divisor(self, loss: Any, micro_batch: Any, mean_over: MeanOver) -> None:
+        if mean_over == "targets":
+            self.divisors.check(loss, micro_batch, targets_of_loss(micro_batch, loss, is_checked=False), what="targets")
+        elif mean_over == "tokens":
+            count = int((micro_batch.shard.sequences >= 0).sum())
+            self.divisors.check(loss, micro_batch, count, what="tokens")
 
     def _is_next(self) -> bool:
         """Whether a loss that is recognized is compared again: in steps that are due one, another place each time."""

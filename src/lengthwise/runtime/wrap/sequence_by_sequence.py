@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from lengthwise.runtime.wrap.counter_rng import mix_word
+from lengthwise.runtime.wrap.handed_out import version_of
 from lengthwise.runtime.wrap.made_labels import MadeLabels
 from lengthwise.runtime.wrap.sequence_means import SequenceMean, mean_of
 from lengthwise.runtime.wrap.unusable import Unusable
@@ -94,13 +95,14 @@ class SequenceBySequence:
             if sequence < 0:
                 continue
             shard.counts = CallCounts(forward=shard.counts.forward)
-            some_args, some_kwargs = self._cut((args, kwargs), *span, shard.num_slots)
+            (some_args, some_kwargs), copies = self._cut((args, kwargs), *span, shard.num_slots)
             if made:
                 inputs = made[len(outputs)]
                 some_args = tuple([inputs.get(name, value) for name, value in zip(self._parameters, some_args)])
                 some_kwargs = {name: inputs.get(name, value) for name, value in some_kwargs.items()}
             with seed_for_sequence(shard, sequence):
                 outputs.append(self._forward(*some_args, **some_kwargs))
+            copies.write_back()
             spans.append(span)
             counts.append(num_targets)
             made_counts.append(self._made_count(dict(zip(self._parameters, some_args)) | some_kwargs))
@@ -167,18 +169,18 @@ class SequenceBySequence:
             _axis_of(leaf, num_slots) is not None for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)
         )
 
-    def _cut(self, arguments: Any, start: int, end: int, num_slots: int) -> Any:
-        """Cut the arguments to the slots from ``start`` to ``end``."""
+    def _cut(self, arguments: Any, start: int, end: int, num_slots: int) -> tuple[Any, "_Copies"]:
+        """Cut the arguments to the slots from ``start`` to ``end``, as copies that a forward may change in place."""
         leaves, form = pytree.tree_flatten_with_path(arguments)
-        cut = []
+        cut, copies = [], _Copies()
         for path, leaf in leaves:
             name = pytree.keystr(path)
             if isinstance(leaf, Tensor):
                 axis = self._input_axes[name] if name in self._input_axes else _axis_of(leaf, num_slots)
                 if axis is not None and leaf.shape[axis] == num_slots:
-                    leaf = leaf.narrow(axis, start, end - start)
+                    leaf = copies.of(leaf.narrow(axis, start, end - start))
             cut.append(leaf)
-        return pytree.tree_unflatten(cut, form)
+        return pytree.tree_unflatten(cut, form), copies
 
     def _combined(
         self, outputs: list[Any], spans: list[tuple[int, int]], counts: list[int], num_slots: int
@@ -227,6 +229,25 @@ class SequenceBySequence:
             of_two = (f"of {slots} slots the shape {shape}" for shape, slots in list(shapes.items())[:2])
             other_shapes = f"for a sequence {' and for one '.join(of_two)}, without an axis of slots"
         return not_combined(f"output{name} of {self._name}", has_loss=self._has_loss, other_shapes=other_shapes)
+
+
+class _Copies:
+    """Copies of parts of tensors: a forward that writes into its arguments changes none that another one saved."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Tensor, Tensor, int]] = []
+
+    def of(self, part: Tensor) -> Tensor:
+        """A copy of a part of a tensor."""
+        copy = part.clone()
+        self._made.append((part, copy, version_of(copy)))
+        return copy
+
+    def write_back(self) -> None:
+        """Change the tensors as their copies were, for the loop to see, as far as they have no gradients."""
+        for part, copy, version in self._made:
+            if version_of(copy) != version and not copy.requires_grad:
+                part.copy_(copy)
 
 
 def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: int, num_slots: int) -> Tensor:

@@ -27,6 +27,7 @@ from lengthwise.runtime.parallel.slice_attention import attend_slice
 from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
+from lengthwise.runtime.wrap.custom_masks import OF_SHARED_PREFIXES
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
 
 QUERY_CHUNK = 512
@@ -83,7 +84,7 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
         )
     if shard.tree is not None and (kind.mask is not None or not kind.causal):
         raise InputError(
-            "share_prefixes=True is for causal attention, where no token sees a later one: this model's attention "
+            f"{OF_SHARED_PREFIXES} "
             + ("has masks or biases of its own" if kind.causal or kind.mask is not None else "looks both ways")
             + "; leave share_prefixes out"
         )
