@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.runtime.train.executable import check_undivided
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 
@@ -27,7 +28,7 @@ class PlanLimits:
             self._check_degree(pipeline, where, model)
             self._check_methods(pipeline, where, model)
             if model.compiled is not None:
-                _check_compiled(pipeline, where)
+                check_undivided(pipeline, where)
             if is_coupled and pipeline.scheme.shard_gradients:
                 raise InputError(
                     f"{where} shards gradients over the ranks of a stage, and coupled_loss= computes every micro-batch "
@@ -58,13 +59,3 @@ class PlanLimits:
                 f"the stock model by {', '.join(self.methods)} alone; plan one of these, or name others in "
                 f"{Setting.METHODS}"
             )
-
-
-def _check_compiled(pipeline: Pipeline, where: str) -> None:
-    """Raise ``InputError`` if a pipeline computes a layer in parts, one after the other, as compiled layers do not."""
-    schemes = [pipeline.scheme_of(planned) for planned in pipeline.micro_batches]
-    if any(scheme.tile_tokens or scheme.head_groups > 1 for scheme in schemes):
-        raise InputError(
-            f"{where} computes in tiles of tokens or groups of heads, and compiled layers compute all at once; plan "
-            f"tile_tokens=0 and head_groups=1, or set {Setting.COMPILE}=false"
-        )

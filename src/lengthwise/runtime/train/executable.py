@@ -3,7 +3,7 @@
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
-from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.step_plan import Pipeline, StepPlan
 
 
 def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
@@ -40,16 +40,20 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
             )
 
 
+def check_undivided(pipeline: Pipeline, where: str) -> None:
+    """Raise ``InputError`` if a pipeline computes a layer in parts, one after the other, as compiled layers do not."""
+    schemes = [pipeline.scheme_of(micro_batch) for micro_batch in pipeline.micro_batches]
+    if any(scheme.tile_tokens or scheme.head_groups > 1 for scheme in schemes):
+        raise InputError(
+            f"{where} computes in tiles of tokens or groups of heads, and compiled layers compute all at once; plan "
+            f"tile_tokens=0 and head_groups=1, or set {Setting.COMPILE}=false"
+        )
+
+
 def check_compiled(plan: StepPlan) -> None:
     """Raise ``InputError`` naming the first pipeline of ``plan`` whose layers are not compiled."""
     for number, pipeline in enumerate(plan.pipelines):
-        schemes = [pipeline.scheme_of(micro_batch) for micro_batch in pipeline.micro_batches]
-        if any(scheme.tile_tokens or scheme.head_groups > 1 for scheme in schemes):
-            raise InputError(
-                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] computes in tiles of tokens "
-                "or groups of heads, and compiled layers compute all at once; plan tile_tokens=0 and head_groups=1, "
-                f"or set {Setting.COMPILE}=false"
-            )
+        check_undivided(pipeline, f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}]")
         if any(micro_batch.slices for micro_batch in pipeline.micro_batches):
             raise InputError(
                 f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] cuts micro-batches "
