@@ -32,7 +32,7 @@ def test_prompts_are_tokens_of_the_tokenizer_of_the_index(corpora):
     sampling = sampling_of(corpora["text"], **PROMPTS)
     assert [bytes(tokens).decode() for _, tokens in sampling.prompts] == PROMPTS["sample_prompts"]
     assert sampling.eos_id == 256 and sampling.decode([104, 105]) == "hi"
-    assert [step for step in range(1, 26) if sampling.is_due(step, num_steps=25)] == [10, 20, 25]
+    assert [step for step in range(1, 26) if sampling.is_due(step, is_last=step == 25)] == [10, 20, 25]
     assert sampling_of(corpora["text"]) is None
 
 

@@ -1,12 +1,15 @@
 """What of a plan a prepared model was not compared in, or is not exact in: plans of any planner are held to it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.runtime.train.executable import check_undivided
-from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class PlanLimits:
     methods: tuple[Method, ...] | None = None
     """Methods by which ranks may share sequences: those that were compared."""
 
-    def check(self, plan: StepPlan, model: WrappedModel, *, is_coupled: bool = False) -> None:
+    def check(self, plan: StepPlan, model: "WrappedModel", *, is_coupled: bool = False) -> None:
         """Raise ``InputError`` naming the first pipeline of ``plan`` that is beyond the limits of ``model``.
 
         ``is_coupled``: whether the run's loss couples sequences of different micro-batches.
@@ -35,7 +38,7 @@ class PlanLimits:
                     "twice; plan with shard_gradients=false"
                 )
 
-    def _check_degree(self, pipeline: Pipeline, where: str, model: WrappedModel) -> None:
+    def _check_degree(self, pipeline: Pipeline, where: str, model: "WrappedModel") -> None:
         degree, name = pipeline.scheme.degree, type(model.model).__name__
         if degree > 1 and model.by_sequence is not None:
             raise InputError(
@@ -49,7 +52,7 @@ class PlanLimits:
                 "be exact; plan with a lower degree"
             )
 
-    def _check_methods(self, pipeline: Pipeline, where: str, model: WrappedModel) -> None:
+    def _check_methods(self, pipeline: Pipeline, where: str, model: "WrappedModel") -> None:
         if self.methods is None or pipeline.scheme.degree == 1:
             return
         used = {method for planned in pipeline.micro_batches for method in pipeline.methods_of(planned)}
