@@ -55,3 +55,11 @@ def test_a_loss_over_no_target_is_compared_with_nothing():
     LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0, has_all_targets=False))
     with pytest.raises(CheckError, match="got a loss of 0"):
         LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=3, has_all_targets=False))
+
+
+@pytest.mark.parametrize("num_sequences", [3, 2], ids=["no padding", "padding"])
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_slots_that_are_no_padding_are_counted_on_the_host(degree, num_sequences):
+    shards = [shard_of((5, 2, 4), rank=rank, degree=degree, ids=tuple(range(num_sequences))) for rank in range(degree)]
+    assert [shard.num_unpadded for shard in shards] == [int((shard.sequences >= 0).sum()) for shard in shards]
+    assert sum(shard.num_unpadded for shard in shards) == (11 if num_sequences == 3 else 7)

@@ -9,12 +9,13 @@ S stages; a micro-batch takes F times as long as its forward.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
 from itertools import chain, product
 from math import ceil
 from typing import NamedTuple
 
 import numpy as np
+
+from lengthwise.plan.space.ramped_packs import deal
 
 FIRST, LAST = (1.0, 0.6, 0.3, 0.15), (1.0, 0.7, 0.45, 0.25)
 """Seconds of the first and of the last pack beside those of a slice."""
@@ -57,7 +58,7 @@ def ramps_around(
         if left_s >= 0:
             count = ceil(left_s / (usual * slice_s))
             middle = [left_s / max(1, count)] * count
-            dealt = _dealt(short, works_s, [*before, *middle, *reversed(behind)])
+            dealt = deal(short, works_s, [*before, *middle, *reversed(behind)])
             num_before = sum(map(bool, dealt[: len(before)]))
             uncut = [CutPack(tuple(positions), 1) for positions in dealt if positions]
             yield [*uncut[:num_before], *cut, *uncut[num_before:]]
@@ -70,15 +71,3 @@ def _sizes(smallest: float, growth: float, slice_s: float, overhead_s: float) ->
         sizes.append(max(size_s - overhead_s, overhead_s))
         size_s *= growth
     return sizes
-
-
-def _dealt(positions: Sequence[int], works_s: np.ndarray, sizes_s: Sequence[float]) -> list[list[int]]:
-    """Sequences, the longest first, each in the pack that lacks most of its size."""
-    left = [(-size_s, number) for number, size_s in enumerate(sizes_s)]
-    heapify(left)
-    packs: list[list[int]] = [[] for _ in left]
-    for position in positions:
-        lacking_s, number = left[0]
-        packs[number].append(position)
-        heapreplace(left, (lacking_s + float(works_s[position]), number))
-    return packs

@@ -9,6 +9,7 @@ pipeline takes is tried for some ramps.
 S stages, V packs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -79,6 +80,18 @@ def steepest_growth(num_stages: int) -> float:
         is_covered = 2 * sum(growth**-k for k in range(1, num_stages)) >= num_stages - 1
         low, high = (growth, high) if is_covered else (low, growth)
     return low
+
+
+def deal(positions: Sequence[int], times_s: np.ndarray, sizes_s: Sequence[float]) -> list[list[int]]:
+    """Deal sequences, the longest first, to packs: each to the one that lacks most of its size."""
+    left = [(-size_s, number) for number, size_s in enumerate(sizes_s)]
+    heapify(left)
+    packs: list[list[int]] = [[] for _ in left]
+    for position in positions:
+        lacking_s, number = left[0]
+        packs[number].append(position)
+        heapreplace(left, (lacking_s + float(times_s[position]), number))
+    return packs
 
 
 def can_ramp(pipeline: PipelineDraft) -> bool:
@@ -188,13 +201,7 @@ class _Ramps:
         """The sequences, the longest first, each in the pack that lacks most work; None where some pack is too long."""
         times_s, lengths = self._priced.times_s(self._candidate), self._priced.batch.lengths
         works_s = ramp.shares(self._candidate.num_stages) * self._work_s
-        left = [(-work_s, number) for number, work_s in enumerate(works_s.tolist())]
-        heapify(left)
-        packs: list[list[int]] = [[] for _ in left]
-        for position in self._positions:
-            lacking_s, number = left[0]
-            packs[number].append(position)
-            heapreplace(left, (lacking_s + float(times_s[position]), number))
+        packs = deal(self._positions, times_s, works_s.tolist())
         if any(sum(lengths[k] for k in pack) > self._candidate.max_tokens for pack in packs):
             return None
         return PipelineDraft(

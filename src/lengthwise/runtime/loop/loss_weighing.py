@@ -76,7 +76,7 @@ class Weighing:
                     "mean_over='tokens' takes the mean of this rank's tokens, of which sequences share some: with "
                     "share_prefixes=True give micro_batch.mean(values, over='tokens') with mean_over='step'"
                 )
-            if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
+            if num_slots := micro_batch.shard.num_unpadded:
                 terms.append(self._direct(loss, num_slots / totals.slots))
         elif mean_over == "units":
             check_is_whole(micro_batch.shard, "mean_over='units' takes a loss of whole units")

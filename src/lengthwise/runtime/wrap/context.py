@@ -287,6 +287,12 @@ class PackShard:
         return self._own(np.repeat(ids, np.diff(self.cu_seqlens)))
 
     @cached_property
+    def num_unpadded(self) -> int:
+        """The number of slots of this rank that are no padding, without waiting for the device."""
+        is_padding = np.arange(len(self.cu_seqlens) - 1) >= len(self.ids)
+        return int((~np.repeat(is_padding, np.diff(self.cu_seqlens)))[self.places].sum())
+
+    @cached_property
     def num_members(self) -> Tensor:
         """[t] float64: how many sequences each slot of this rank is part of; 0 for padding."""
         if self.tree is None:

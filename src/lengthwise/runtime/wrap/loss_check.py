@@ -167,8 +167,7 @@ class LossCheck:
         if mean_over == "targets":
             self.divisors.check(loss, micro_batch, targets_of_loss(micro_batch, loss, is_checked=False), what="targets")
         elif mean_over == "tokens":
-            count = int((micro_batch.shard.sequences >= 0).sum())
-            self.divisors.check(loss, micro_batch, count, what="tokens")
+            self.divisors.check(loss, micro_batch, micro_batch.shard.num_unpadded, what="tokens")
 
     def _is_next(self) -> bool:
         """Whether a loss that is recognized is compared again: in steps that are due one, another place each time."""

@@ -384,7 +384,7 @@ class MicroBatch:
     def num_targets(self) -> int:
         """The number of this rank's tokens that have a loss."""
         if self._collator.has_all_targets:
-            return int((self.shard.sequences >= 0).sum()) * self._collator.slot_tokens
+            return self.shard.num_unpadded * self._collator.slot_tokens
         return int(self.has_target.sum())
 
     def normal(self, *shape: int, call: int = 0) -> Tensor:
