@@ -21,7 +21,7 @@ def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()
     """Three slots of two units, and one of padding; ``means``, ``shares``: what were made of it."""
     return SimpleNamespace(
         num_targets=num_targets, degree=degree,
-        shard=SimpleNamespace(tree=None, sequences=torch.tensor(sequences), part=None, passes=[]),
+        shard=SimpleNamespace(tree=None, num_unpadded=sum(k >= 0 for k in sequences), part=None, passes=[]),
         num_units=2, means=set(means), handed_out=HandedOut(), shares=list(shares),
     )  # fmt: skip
 
